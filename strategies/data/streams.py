@@ -114,7 +114,8 @@ class Divided(Stream):
         first = next(batches, None)
         self._verify_same(first)
         for step, batch in enumerate(() if first is None else chain([first], batches)):
-            total = self.structure.num_samples(batch)
+            alone = self.num_ranks == 1  # and what is not cut may be anything
+            total = self.structure.num_samples(batch) or int(alone)
             if not total:
                 raise ConfigError(
                     f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
@@ -128,7 +129,8 @@ class Divided(Stream):
                 now.positions.append(step * self.num_ranks + self.rank)
             stand_in = min(2, total)
             split = self.structure.split
-            yield split(batch, sizes)[self.rank] if sizes[self.rank] else split(batch, [stand_in, total - stand_in])[0]
+            own = sizes if sizes[self.rank] else [stand_in, total - stand_in]
+            yield batch if alone else split(batch, own)[self.rank if sizes[self.rank] else 0]
 
     def _verify_same(self, batch: Batch | None) -> None:
         """Refuse a stream whose first batch is another one than rank 0's; every rank must call it."""

@@ -36,7 +36,8 @@ def view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     local = rows.local.reshape(cut.own_shape(target))
     shares = local._is_view() or local.data_ptr() == rows.local.data_ptr()
-    return Rows(local, cut, home=rows.home if shares else None)
+    known = None if rows.known is None or not shares else op(rows.known, *args[1:])
+    return Rows(local, cut, None, rows.home if shares else None, known)
 
 
 @lru_cache(4096)

@@ -80,17 +80,17 @@ class Rows(Tensor):
 
     Args:
         local: this rank's part.
-        cut: which part that is; None if it is all, a view of a `Copy`.
+        cut: which part that is; None if it is all, a view of a `Copy` or of known rows.
         strides: of the whole, alike on all ranks; None for those of a contiguous tensor.
         home: of the tensor of which `local` is a view.
-        known: all rows, where they are known without an exchange.
+        known: all rows, where every rank has them: `local` is a view of them, and they are written to as a whole.
     """
 
     local: Tensor
     cut: Cut | None
     home: Home
+    known: Tensor | None
     copy: Copy | None
-    _known: tuple[Tensor | None, int]
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -106,8 +106,7 @@ class Rows(Tensor):
         shape: Any = local.shape if cut is None else cut.whole_shape(local.shape)
         given: Any = {"strides": strides, "dtype": local.dtype, "device": local.device, "layout": local.layout}
         own: Any = torch.Tensor._make_wrapper_subclass(cls, shape, **given)
-        own.local, own.cut, own.home, own.copy = local, cut, home or Home(), copy
-        own._known = known, own.home.writes
+        own.local, own.cut, own.home, own.known, own.copy = local, cut, home or Home(), known, copy
         return own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -116,23 +115,18 @@ class Rows(Tensor):
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(op, args, kwargs or {})
 
-    @property
-    def known(self) -> Tensor | None:
-        """All rows, where they are known without an exchange."""
-        whole, writes = self._known
-        return whole if writes == self.home.writes else None
-
     def whole(self) -> Tensor:
         """A copy of all rows, of torch's own class, which is a leaf of autograd's graph."""
         return gathered(self.detach()).clone().requires_grad_(self.requires_grad)
 
     def write(self, whole: Tensor) -> None:
-        """Write this rank's part of all rows."""
+        """Write this rank's part of all rows, unless a view of them was written to."""
+        if self.copy is not None:
+            self.copy.write_back()
+            return
         if self.cut is not None:
             self.local.copy_(self.cut.own(whole))
-            self.home.writes += 1
-        elif self.copy is not None:
-            self.copy.write_back()
+        self.home.writes += 1
 
     __repr__, __format__, __array__ = map(_of_whole, ("__repr__", "__format__", "__array__"))
     tolist, numpy = map(_of_whole, ("tolist", "numpy"))
@@ -193,12 +187,17 @@ def each(function: Callable[[Any], Any], args: Iterable[Any]) -> list[Any]:
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute an operation of tensors some of which are cut."""
-    if torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
+    rule = _RULES.get(op)
+    if rule is None and torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
         return _become_view(op, args, kwargs)
     lead = next(filter(is_cut, flat((*args, *kwargs.values()))), None)
     if lead is None:
         return on_all_rows(op, args, kwargs)
-    found = _RULES[op](op, args, kwargs) if op in _RULES else op.decompose(*args, **kwargs)
+    found: Any = NotImplemented
+    if rule is None:
+        found = op.decompose(*args, **kwargs)
+    elif not written(op) or getattr(args[0], "known", None) is None:
+        found = rule(op, args, kwargs)
     if found is not NotImplemented:
         return found
     with lead.cut.exchange.counting(str(op.overloadpacket).removeprefix("aten.")):
@@ -227,13 +226,11 @@ def on_all_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Take views of all rows."""
     base: Rows = args[0]
-    copy = base.copy if base.cut is None else Copy(base)
-    assert copy is not None
-    copy.refresh()
-    given = op(copy.whole if base.cut is not None else base.local, *each(gathered, args[1:]), **kwargs)
-    if isinstance(given, (list, tuple)):
-        return [Rows(one, None, one.stride(), copy=copy) for one in given]
-    return Rows(given, None, given.stride(), copy=copy)
+    copy = base.copy if base.cut is None or base.known is not None else Copy(base)
+    whole = copy.whole if copy is not None and base.cut is not None else gathered(base)
+    given = op(whole, *each(gathered, args[1:]), **kwargs)
+    found = [Rows(one, None, one.stride(), base.home, copy=copy) for one in flat([given])]
+    return found if isinstance(given, (list, tuple)) else found[0]
 
 
 def _become_view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

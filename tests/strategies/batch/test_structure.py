@@ -347,6 +347,12 @@ def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -
     assert [len(chunk[0][0][0]) for chunk in structure.split(part, [1, 0])] == [1, 0]
 
 
+def test_a_rank_that_is_alone_cuts_no_batch_which_may_be_anything() -> None:
+    whole = [SimpleNamespace(rows=torch.zeros(3)), {"more": object()}]  # it was refused: nothing to count samples by
+    stream = Divided(whole, Even(), 0, 1, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
+    assert all(found is given for found, given in zip(stream, whole, strict=True))
+
+
 @pytest.mark.parametrize("samples", [["a", None], [1, 0.5], [torch.tensor(1.0), 2], [{"a": 1}, {}], [[], [1]]])
 def test_samples_of_one_kind_are_cut(samples: list[Any]) -> None:
     chunks = BatchStructure().split((torch.randn(2, 4), samples), [1, 1])

@@ -5,6 +5,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -253,6 +254,60 @@ def _refused(what: str) -> int:
     with pytest.raises(ConfigError, match=REFUSED[what]):
         trainer.fit(module, given)
     return trainer.global_step
+
+
+class Kept:
+    """Batches that are read anew in each epoch, with what was written to them."""
+
+    def __init__(self) -> None:
+        self.batches = [torch.randn(5, 4), torch.randn(4, 4)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.batches)
+
+
+class Writes(pl.LightningModule):
+    """Writes to its batch in all ways: to all of it, to views of another shape, of a column and of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch.mul_(0.9)
+        batch.view(-1)[2:6].add_(0.1)
+        batch[0] = 0.5
+        batch[:, 1].mul_(1.1)
+        batch.flatten(1).sub_(0.01)
+        return self.net(batch).pow(2).mean() + self.net(batch[torch.arange(len(batch) - 1)]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_what_a_step_writes_to_a_batch_is_there_when_it_is_read_again() -> None:
+    # each rank had written to its rows alone, and the ranks read different batches in the second epoch
+    expected = run_ranks(_written_batches, 1)[0]
+    for found in run_ranks(_written_batches, 2):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
+
+
+def _written_batches() -> list[Tensor]:
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    pl.seed_everything(3, verbose=False)
+    devices, module, data = int(os.environ["WORLD_SIZE"]), Writes(), Kept()
+    view = DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60)
+    trainer = Trainer(
+        strategy=view if devices > 1 else SingleDeviceStrategy(), devices=devices, accelerator="cpu", max_epochs=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return [*module.parameters(), *data.batches]
 
 
 class Late(pl.Callback):
