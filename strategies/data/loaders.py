@@ -46,6 +46,7 @@ class RankLoaders:
         smallest: minimum samples of a rank in training, if it has any.
         in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
+        num_together: ranks among which a global batch is computed, where each of them reads all of it.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankLoaders:
     structure_of: Callable[[Any], BatchStructure] = lambda loader: BatchStructure()
     in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
+    num_together: int = 0
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make this rank's loader.
@@ -99,8 +101,8 @@ class RankLoaders:
         size: Any = None if combined is None else getattr(combined.flattened[0], "batch_size", None)
         if not isinstance(size, int):
             return
-        divided = self.batch_size_is == "global"
-        parts = self.policy.sizes(size, self.num_ranks) if divided else [size] * self.num_ranks
+        divided, num = self.batch_size_is == "global", self.num_together or self.num_ranks
+        parts = self.policy.sizes(size, num) if divided else [size] * num
         if len(set(parts)) == 1:
             rank_zero_info(f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples")
         else:

@@ -74,7 +74,7 @@ class _Whole(GradientSync):
     @override
     def loaders_of(self, *args: Any, **kwargs: Any) -> RankLoaders:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Make what gives this rank the global batch, in which each of the ranks would have one of the loader's."""
-        return WholeLoaders(*args, **kwargs, joined=self._strategy.num_together)
+        return WholeLoaders(*args, **kwargs, num_together=self._strategy.num_together)
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
         """Cut the tensors of a batch that every rank has read."""
@@ -150,12 +150,9 @@ class Join(Deal):
 class WholeLoaders(RankLoaders):
     """Makes loaders that give every rank the global batch."""
 
-    joined: int = 1
-    """Batches of a loader that make a global batch."""
-
     @override
     def _cut(self, loader: DataLoader[Any], cut: BatchCut, joins: bool) -> DataLoader[Any]:
-        return super()._cut(loader, Join(spread=False, num=self.joined) if isinstance(cut, Deal) else cut, joins)
+        return super()._cut(loader, Join(spread=False, num=self.num_together) if isinstance(cut, Deal) else cut, joins)
 
     @override
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
