@@ -8,7 +8,6 @@ all options, which `reference.py` makes from conf/.
 
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SOURCE = Path(tempfile.mkdtemp())
-"""Has the packages under the names that they are installed by, so that the site is built without installing them."""
-
-(SOURCE / "evener").mkdir()
-for name in ("evener/__init__.py", "trainer", "strategies", "conf"):
-    (SOURCE / "evener" / Path(name).name).symlink_to(ROOT / name)
-sys.path[:0] = [str(SOURCE), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]  # so that the site is built without installing the package
 
 from drawings import BLOCK, name_of  # noqa: E402
 from reference import tables  # noqa: E402
@@ -41,7 +34,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)]+)\)")
 @event_priority(100)  # before mkdocstrings reads its options
 def on_config(config: Any) -> Any:
     """Show mkdocstrings the packages without importing them."""
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(SOURCE)]
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(ROOT / "src")]
     return config
 
 

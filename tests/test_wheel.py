@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,9 +25,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     names = listed.stdout.decode().split() or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
     for name in names:
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(home), str(source)]
     built = subprocess.run(build, check=True, timeout=300, capture_output=True, text=True)
     told = [
@@ -48,13 +49,13 @@ def test_wheel_holds_every_config_and_no_other_top_level_name(installed: Path) -
 
 
 def test_wheel_holds_the_files_of_the_checkout_and_no_others(installed: Path) -> None:
-    folders = ("evener", "trainer", "strategies", "conf", "examples")
+    folders = ("src/evener/*.*", "trainer", "strategies", "conf", "examples")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("needs a git checkout, to know which files belong to it")
     here = set(listed.stdout.split())
     packed = {str(path.relative_to(installed / "evener")) for path in (installed / "evener").rglob("*.*")}
-    assert packed == {name.removeprefix("evener/") for name in here if (ROOT / name).exists()}
+    assert packed == {name.removeprefix("src/evener/") for name in here if (ROOT / name).exists()}
 
 
 def test_importing_evener_loads_no_torch_and_its_words_work(installed: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ is first used, so that `import evener` loads no torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # in a checkout the folder `strategies` stands beside this one
-    from .strategies.batch.whole.means import mean  # pyright: ignore[reportMissingImports]
-    from .strategies.batch.whole.over_batch import over_batch  # pyright: ignore[reportMissingImports]
+if TYPE_CHECKING:
+    from .strategies.batch.whole.means import mean
+    from .strategies.batch.whole.over_batch import over_batch
 
     __version__: str
 
