@@ -19,7 +19,7 @@ from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
-from .losses import FOUND, ChunkLosses, LossReduction, chunk_losses, is_loss
+from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
 from .results import ResultStructure
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
@@ -132,7 +132,6 @@ class LogRecorder:
         outputs: list[Any],
         valued: list[Any],
         sizes: Sequence[int],
-        reduction: LossReduction,
         strategy: str,
         structure: ResultStructure,
         told: WarningCache,
@@ -144,7 +143,6 @@ class LogRecorder:
             outputs: one per chunk that has samples.
             valued: the same, with the losses to be combined.
             sizes: samples per chunk.
-            reduction: whether a chunk's loss is a mean or a sum.
             strategy: name that begins error messages.
             structure: of what `training_step` returns.
             told: tells once of each key that is left out.
@@ -161,7 +159,7 @@ class LogRecorder:
         if all(output is None for output in outputs):
             self.replay(sizes)
             return None
-        losses = chunk_losses(valued, sizes, reduction, strategy)
+        losses = chunk_losses(valued, sizes, strategy)
         losses.shown = [output["loss"] if isinstance(output, dict) else output for output in outputs]
         self.replay(sizes, losses)
         loss = losses.combine(self._device)
@@ -233,7 +231,7 @@ class LogRecorder:
             call.kept if own is loss else loss.detach()
             for call, own, loss in zip(calls, shown, losses.losses, strict=True)
         ]
-        return ChunkLosses(values, losses.weights, losses.reduction).combine(self._device)
+        return ChunkLosses(values, losses.weights).combine(self._device)
 
     def _of_metric(self, calls: list[_Call]) -> Any:
         """The whole batch's value, if each chunk logged what a metric returned for it."""

@@ -8,7 +8,7 @@ mean over the whole batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.types import Batch
 from .structure import BatchStructure, num_samples
-
-LossReduction: TypeAlias = Literal["mean", "sum"]
-"""Whether a module's loss is a mean over samples or a sum."""
 
 FOUND = "found_loss_weight"
 """What a loss was found to divide by, beside it in the output of a step, in place of a `loss_weight`."""
@@ -32,20 +29,16 @@ class ChunkLosses:
     Args:
         losses: one scalar per chunk that has samples, each on its own device.
         weights: samples per chunk, or the `loss_weight` that the module returned.
-        reduction: whether a chunk's loss is a mean or a sum.
         shown: the losses as the module knows them; None for `losses`.
     """
 
     losses: list[Tensor]
     weights: list[Tensor | float]
-    reduction: LossReduction = "mean"
     shown: list[Tensor] | None = None
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
         moved = [loss.to(device).reshape(()) for loss in self.losses]
-        if self.reduction == "sum":
-            return torch.stack(moved).sum()
         weights = [_on(weight, device) for weight in self.weights]
         parts = [_weighed(loss, share) for loss, share in zip(moved, _shares(weights), strict=True)]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
@@ -55,13 +48,12 @@ class ChunkLosses:
         return sum((_on(weight, device) for weight in self.weights), start=0.0)
 
 
-def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str) -> ChunkLosses:
+def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) -> ChunkLosses:
     """Read the losses and their weights from what `training_step` returned for each chunk.
 
     Args:
         outputs: one per chunk, a loss or a mapping with `loss`.
         sizes: samples per chunk; of one without samples there is no output.
-        reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
 
     Raises:
@@ -78,7 +70,7 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
             )
     given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
-    return ChunkLosses(losses, weights, reduction)
+    return ChunkLosses(losses, weights)
 
 
 def _shares(weights: Sequence[Any]) -> list[Any]:

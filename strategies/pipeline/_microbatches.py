@@ -50,8 +50,7 @@ class MicroBatches:
         self._layout = layout
         self._state = ModuleState(module, layout.hook_numbers)
         self.logs = MicroBatchLogs(module, layout.options.num_microbatches, layout.meeting_device)
-        reduction = layout.options.loss_reduction
-        self.rehearsal = Rehearsal(module, layout.devices, reduction, strategy, self.logs.unrecorded)
+        self.rehearsal = Rehearsal(module, layout.devices, strategy, self.logs.unrecorded)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None

@@ -725,14 +725,7 @@ def verified(
     if is_first:
         verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
         verdict = verifier.verify(args[0], views, args[1:], options)
-    found = _told(share(verdict), is_first, verifies)
-    given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
-    if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
-        raise ConfigError(
-            f"{strategy.strategy_name}: loss_reduction=sum, but training_step's loss, or a term of it, is a mean over "
-            "the batch or a value that over_batch computes. Leave out loss_reduction: what a loss divides by is found."
-        )
-    return found
+    return _told(share(verdict), is_first, verifies)
 
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
