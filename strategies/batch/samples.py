@@ -13,7 +13,6 @@ import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import default_collate
 
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Batch, Device
@@ -35,13 +34,6 @@ class LoaderEvidence:
     def paths(self) -> list[Path]:
         """Where in a batch the loaders' own batches stand; the batch itself where hooks may have moved them."""
         return [()] if self.has_hooks else [path for path, _ in self.loaders()]
-
-    def is_stacked(self) -> bool:
-        """Whether torch's own collate function made the batches."""
-        return not self.has_hooks and all(
-            isinstance(loader, DataLoader) and loader.collate_fn is default_collate and loader.batch_sampler is not None
-            for _, loader in self.loaders()
-        )
 
     def batch_size(self) -> int | None:
         """The samples of a full batch; None where the loader does not say."""

@@ -15,7 +15,6 @@ from pytorch_lightning.utilities import CombinedLoader
 from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import default_collate
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
@@ -449,15 +448,6 @@ class GraphNet(Net):
 def test_batches_of_graphs_are_cut_between_graphs(strategy: Any) -> None:
     graphs = Samples(*(vectors(1 + i % 3, 4, seed=i) for i in range(7)))
     assert_trains_alike(GraphNet, DataLoader(graphs, 4, collate_fn=Graphs), strategy())
-
-
-def test_what_torch_collates_is_known() -> None:
-    """Two names of each of two samples are two lists of names, not two samples of two names."""
-    samples = [(("a", "b"), [1.0, 2.0]), (("c", "d"), [3.0, 4.0])]
-    structure = BatchStructure(loader=LoaderEvidence(DataLoader(Samples(*samples), 2)))
-    first, second = structure.split(default_collate(samples), [1, 1])
-    assert (first[0], second[0]) == ([("a",), ("b",)], [("c",), ("d",)])
-    assert [row.tolist() for row in second[1]] == [[3.0], [4.0]]
 
 
 @pytest.mark.parametrize(
