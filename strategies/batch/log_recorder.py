@@ -1,4 +1,4 @@
-"""Record what modules log on each replica, and log it once for the whole batch, whose result they return."""
+"""Record what the parts of a batch log and count, and do it once for the whole batch, whose result they return."""
 
 import threading
 from collections import Counter
@@ -19,7 +19,8 @@ from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
-from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
+from .losses import FOUND, ChunkLosses, chunk_losses, is_loss, losses_in
+from .part_metrics import PartMetrics, finds_others
 from .results import ResultStructure
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
@@ -39,19 +40,25 @@ class _Call:
 
 
 class LogRecorder:
-    """Records `self.log` on every replica, and logs each name once, on the root, for the whole batch.
+    """Records `self.log` in every part of a batch, and logs each name once, on the root, for the whole batch.
 
     Args:
-        modules: the modules of each replica, the root first, all in the same order.
-        device: where the values are combined.
-        original: maps a replica's metric to the root's, and a value of it to the whole batch's.
+        root: the module.
+        modules: the modules of each replica, the root's first, all in the same order; micro-batches have the same ones.
+        devices: of the parts; values are combined on the first.
+        strategy: name that begins error messages.
     """
 
     def __init__(
-        self, modules: Sequence[Sequence[nn.Module]], device: torch.device, original: Callable[[Any], Any]
+        self,
+        root: nn.Module,
+        modules: Sequence[Sequence[nn.Module]],
+        devices: Sequence[torch.device],
+        strategy: str,
     ) -> None:
-        self._original = original
-        self._device = device
+        self._root, self._strategy, self._device = root, strategy, devices[0]
+        self._places = [None if own is modules[0] else device for own, device in zip(modules, devices, strict=True)]
+        self._metrics = self._new_metrics()
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._running = threading.local()
@@ -65,13 +72,41 @@ class LogRecorder:
                 if copy is not self._modules[0][j]:
                     module_log(copy).receiver = partial(self._record, i, j)
 
+    def _new_metrics(self) -> PartMetrics:
+        return PartMetrics(self._root, self._places, self._strategy, lambda: self.part)
+
+    def follow_metrics(self) -> None:
+        """Learn whether the module has other metrics than before."""
+        if finds_others(self._root, self._metrics.found):
+            self._metrics.close()
+            self._metrics = self._new_metrics()
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Call the metrics inside the block for no part."""
+        return self._metrics.uncounted()
+
+    def merge(self, used: Sequence[int], sizes: Sequence[int], outputs: Sequence[Any]) -> None:
+        """Bring what parts have counted to the module's metrics.
+
+        Args:
+            used: the parts that had samples.
+            sizes: samples of each of them.
+            outputs: what the step has returned on each.
+        """
+        self._metrics.merge(used, sizes, [loss for output in outputs for loss in losses_in(output)])
+
+    def close(self) -> None:
+        """Restore the methods of the module's metrics."""
+        self._metrics.close()
+
     @contextmanager
     def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
         """Record the calls of one step, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.of(step, loader), {}
         self._constants = values.constants.get((step, loader))
         self._calls = [[] for _ in self._modules]
-        with received((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0])):
+        logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
+        with self._metrics.counting(), received(logs):
             yield
 
     @property
@@ -235,7 +270,7 @@ class LogRecorder:
 
     def _of_metric(self, calls: list[_Call]) -> Any:
         """The whole batch's value, if each chunk logged what a metric returned for it."""
-        found = [self._original(call.value) for call in calls if isinstance(call.value, Tensor)]
+        found = [self._metrics.original(call.value) for call in calls if isinstance(call.value, Tensor)]
         if len(found) < len(calls) or found[0] is calls[0].value or any(value is not found[0] for value in found):
             return None
         return found[0]
@@ -258,7 +293,7 @@ class LogRecorder:
         values = [call.kept for call in calls]
         reduction = calls[0].options.get("reduce_fx", "mean")
         if not isinstance(values[0], (Tensor, int, float)):
-            return self._original(values[0])
+            return values[0]
         if any(isinstance(value, Tensor) for value in values):
             values = [
                 v.to(self._device).reshape(()) if isinstance(v, Tensor) else scalar(v, self._device) for v in values

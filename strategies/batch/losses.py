@@ -155,3 +155,9 @@ def weight_in(output: Any) -> Any:
         return None
     given = output.get("loss_weight")
     return output.get(FOUND) if given is None else given
+
+
+def losses_in(output: Any) -> list[Tensor]:
+    """The loss that a training step has returned, as a list of at most one; wrappers may pass on a copy of it."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return [loss.detach()] if isinstance(loss, Tensor) else []

@@ -37,36 +37,28 @@ class PartMetrics:
     part of several others has one copy per part.
 
     Args:
-        module: the module; parts that run on it call its own metrics.
-        num_parts: of a batch, at most.
+        module: the module, whose metrics all parts call.
+        devices: of each part a batch may have; None for where the metrics are.
         strategy: name that begins error messages.
-        part: returns which part runs on the calling thread, of those that call the module's own metrics.
-        copy_of: returns the metric that a part calls in the place of the module's; None if it calls that.
+        part: returns which part runs on the calling thread.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        num_parts: int,
+        devices: Sequence[torch.device | None],
         strategy: str,
         part: Callable[[], int],
-        copy_of: Callable[[int, nn.Module], Any] = lambda i, metric: None,
     ) -> None:
         self._strategy, self._part = strategy, part
         slots = _metric_slots(module)
         self.found = [id(slot) for slot in slots]
         """Identifies the metrics and collections of the module."""
         own = {id(inner): inner for slot in slots for inner in slot.modules()}
-        made = [
-            self._own_copies(slots) if any(copy_of(i, slot) is None for slot in slots) else None
-            for i in range(num_parts)
-        ]
+        made = [_empty_copies(slots, device) for device in devices]
         outermost = {id(metric): metric for slot in slots for metric in outermost_metrics(slot)}
         self._metrics = list(outermost.values())
-        self._copies = [
-            [copy_of(i, metric) if copies is None else copies[id(metric)] for i, copies in enumerate(made)]
-            for metric in self._metrics
-        ]
+        self._copies = [[copies[id(metric)] for copies in made] for metric in self._metrics]
         inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
         self._recorded = set(range(len(self._metrics)))
         """The metrics of which the first step will show whether they are merged, and those that are not."""
@@ -74,24 +66,13 @@ class PartMetrics:
         self._calls = [MetricCalls(strategy, self._recorded, self._whole) for _ in made]
         for i, calls in enumerate(self._calls):
             self._watch(calls, [copies[i] for copies in self._copies])
-        self._originals = {
-            id(copy): metric for metric, copies in zip(self._metrics, self._copies, strict=True) for copy in copies
-        }
         self._values: dict[int, tuple[Any, Metric]] = {}
         self._replaced = [
-            Replacement(inner, method, partial(self._routed, [c and getattr(c[key], method) for c in made]))
+            Replacement(inner, method, partial(self._routed, [getattr(copies[key], method) for copies in made]))
             for key, inner in own.items()
             if isinstance(inner, _KINDS)
             for method in _METHODS
         ]
-
-    @staticmethod
-    def _own_copies(slots: Sequence[nn.Module]) -> dict[int, Any]:
-        """Empty copies of metrics and of all in them, by the identity of the original."""
-        memo: dict[int, Any] = {}
-        with torch.inference_mode(False), torch.no_grad():
-            pairs = [(slot, empty_copy(slot, memo)) for slot in slots]
-        return {id(a): b for slot, copy in pairs for a, b in zip(slot.modules(), copy.modules(), strict=True)}
 
     def _routed(self, copies: Sequence[Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module's metric, in a step that of the running part's copy."""
@@ -121,11 +102,9 @@ class PartMetrics:
             yield
 
     def original(self, value: Any) -> Any:
-        """Map a copy to the module's metric, and the value of a part to the whole batch's; others stay unchanged."""
-        if isinstance(value, Tensor):
-            found = self._values.get(id(value))
-            return value if found is None else found[1]._forward_cache
-        return self._originals.get(id(value), value)
+        """Map what a metric has returned for a part to the whole batch's value; others stay unchanged."""
+        found = self._values.get(id(value))
+        return value if found is None else found[1]._forward_cache
 
     def merge(self, used: Sequence[int], sizes: Sequence[int], losses: Sequence[Tensor]) -> None:
         """Bring the counts of the copies to the module's metrics, in order, and reset the copies.
@@ -193,6 +172,14 @@ class PartMetrics:
         parts = {id(part): part for copy in copies for part in metrics_of(copy)}
         for part in (part for key, part in parts.items() if key not in seen):
             calls.watch(part, None)
+
+
+def _empty_copies(slots: Sequence[nn.Module], device: torch.device | None) -> dict[int, Any]:
+    """Copies of metrics and of all in them, by the identity of the original."""
+    memo: dict[int, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        pairs = [(slot, empty_copy(slot, memo).to(device)) for slot in slots]
+    return {id(a): b for slot, copy in pairs for a, b in zip(slot.modules(), copy.modules(), strict=True)}
 
 
 def _metric_slots(module: nn.Module) -> list[nn.Module]:

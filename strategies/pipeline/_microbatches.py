@@ -6,23 +6,18 @@ runs at a time. The work of an accelerator is only queued meanwhile: its devices
 all the same.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from threading import Semaphore
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import nn
 from torch.profiler import record_function
-from typing_extensions import override
 
-from ..batch.exact.values import Values
 from ..batch.log_recorder import LogRecorder
-from ..batch.losses import ChunkLosses
-from ..batch.part_metrics import PartMetrics, finds_others
 from ..core.devices import current_stream, is_accelerator
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece, ThreadState, reraised
@@ -49,8 +44,9 @@ class MicroBatches:
     def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str = "model_parallel") -> None:
         self._layout = layout
         self._state = ModuleState(module, layout.hook_numbers)
-        self.logs = MicroBatchLogs(module, layout.options.num_microbatches, layout.meeting_device)
-        self.rehearsal = Rehearsal(module, layout.devices, strategy, self.logs.unrecorded)
+        num = layout.options.num_microbatches
+        self.logs = LogRecorder(module, [list(module.modules())] * num, [layout.meeting_device] * num, strategy)
+        self.rehearsal = Rehearsal(module, layout.devices, strategy, self.logs.uncounted)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
@@ -231,39 +227,3 @@ class _Step:
 
 class _AbandonedError(BaseException):
     """Another micro-batch has failed."""
-
-
-class MicroBatchLogs(LogRecorder):
-    """Logs each name once for the whole batch, though every micro-batch calls `self.log`."""
-
-    def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
-        self._module, self._num = module, num_microbatches
-        self._metrics = self._new_metrics()
-        super().__init__(
-            [list(module.modules())] * num_microbatches, device, lambda value: self._metrics.original(value)
-        )
-
-    def _new_metrics(self) -> PartMetrics:
-        return PartMetrics(self._module, self._num, "model_parallel", lambda: self.part)
-
-    @override
-    @contextmanager
-    def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
-        if finds_others(self._module, self._metrics.found):
-            self._metrics.close()
-            self._metrics = self._new_metrics()
-        with self._metrics.counting(), super().recording(values, step, loader):
-            yield
-
-    def unrecorded(self) -> AbstractContextManager[None]:
-        """Call the metrics inside the block for no micro-batch."""
-        return self._metrics.uncounted()
-
-    @override
-    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        self._metrics.merge(range(len(sizes)), sizes, [] if losses is None else losses.losses)
-        super().replay(sizes, losses)
-
-    def close(self) -> None:
-        """Restore the methods of the module's metrics."""
-        self._metrics.close()

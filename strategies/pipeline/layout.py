@@ -16,8 +16,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..batch.layout import Layout, losses_in
-from ..batch.losses import FOUND
+from ..batch.layout import Layout
+from ..batch.losses import FOUND, losses_in
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
@@ -210,10 +210,12 @@ class StageLayout(Layout):
             steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
         rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
+        logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
         with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
         rehearsal.end()
+        logs.merge(range(len(sizes)), sizes, outputs)
         if end is not None:
             logs.replay(sizes)
             return end(results.join(outputs, sizes, meeting))

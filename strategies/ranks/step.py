@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verifier import Views, find_evaluated, verified
-from ..batch.layout import SingleLayout, losses_in
-from ..batch.losses import WeighedLoss, loss_weight, weighs_in_loop, weight_in
+from ..batch.layout import SingleLayout
+from ..batch.losses import WeighedLoss, loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
