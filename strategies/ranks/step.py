@@ -186,7 +186,7 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified:
-            self._verify(args, kwargs)
+            self._verify(args)
         if not module.automatic_optimization:
             shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
@@ -214,9 +214,9 @@ class RankStep(StepContract):
         if not self._is_verified:
             self._trainer.fit_loop.setup_data()
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-            self._verify((None, 0) if takes_index else (None,), {})
+            self._verify((None, 0) if takes_index else (None,))
 
-    def _verify(self, args: Sequence[Any], options: dict[str, Any]) -> None:
+    def _verify(self, args: Sequence[Any]) -> None:
         """Find out before the first step by what losses divide, on rank 0 for all."""
         strategy, metrics = self._strategy, self.metrics
         assert metrics is not None
@@ -224,7 +224,7 @@ class RankStep(StepContract):
         views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
         with metrics.steps.unrecorded() if is_first else nullcontext():
-            found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first)
+            found = verified(strategy, views, self._verifies, args, broadcast_object, is_first)
         self.reader.take(found.plans)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)

@@ -139,19 +139,17 @@ class Verifier:
         self._all_evaluates = not self._trains
         self._meets = self._of_ranks = self._fails_in_parts = self._gathers = False
         self._rest: Sequence[Any] = ()
-        self._options: dict[str, Any] = {}
         self._most = _SAMPLES
 
-    def verify(self, batch: Batch, views: Views, rest: Sequence[Any], options: dict[str, Any]) -> Verdict:
+    def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
 
         Args:
             batch: the first one of the run, for loaders whose samples can't be chosen; None if there is none.
             views: how the strategy cuts batches.
             rest: arguments of the step after the batch.
-            options: keyword arguments of the step.
         """
-        self._rest, self._options = rest, options
+        self._rest = rest
         verdict, fewer = Verdict(), False
         try:
             if self._device.type == "meta":
@@ -173,7 +171,7 @@ class Verifier:
             if not (fewer := self._takes_fewer(exc)):
                 self._tell_failure(exc, verdict)
         # once the graphs that the error holds are gone
-        return self.verify(batch, views, rest, options) if fewer else verdict
+        return self.verify(batch, views, rest) if fewer else verdict
 
     def _takes_fewer(self, exc: Exception) -> bool:
         """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
@@ -257,7 +255,7 @@ class Verifier:
         """Run a step on samples, whole and in parts; in equal ones if it gathers and the run has no others."""
         (whole,) = self._run(piece, 0, total)
         firsts = dict.fromkeys((max(1, round(total * 5 / 8)), total - 1))
-        if self._of_ranks and total % 2 == 0 and parts_are_equal(self._loop) and self._communicates(piece, total):
+        if self._of_ranks and total % 2 == 0 and self._gathers and parts_are_equal(self._loop):
             firsts = dict.fromkeys((total // 2,))
         return whole, [self._run(piece, 0, i, total) for i in firsts]
 
@@ -460,29 +458,16 @@ class Verifier:
                 parameter.requires_grad_(is_trained)
 
     def _run(self, piece: _Piece, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[_Step]:
-        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet."""
+        """Run the step on the samples between each two places: in a trial each, or in one if parts meet."""
         spans = list(itertools.pairwise(places))
         self._fails_in_parts = len(spans) > 1
         ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
-        if len(spans) == 1 or not self._meets:
-            try:
-                steps = list[_Step]()
-                for ranks.first, (i, j) in enumerate(spans):
-                    steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
-            except Exception:
-                if len(spans) == 1 or not self._meets:
-                    raise
-            else:
-                if len(spans) == 1 or not self._meets:
-                    return steps
-            ranks.first = 0
-        return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
-
-    def _communicates(self, piece: _Piece, total: int) -> bool:
-        """Whether parts gather from one another."""
-        if not self._gathers:
-            self._run(piece, 0, total // 2, total)
-        return self._gathers
+        if self._meets:  # as the whole, which runs first, has shown
+            return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
+        steps = list[_Step]()
+        for ranks.first, (i, j) in enumerate(spans):
+            steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
+        return steps
 
     def _trial(
         self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: SimulatedRanks, given: Sequence[Written]
@@ -508,7 +493,7 @@ class Verifier:
         def run(batch: Batch) -> None:
             alone = nullcontext() if self._together else _OneRank()
             with alone, here().recorder, here().tape:
-                output: Any = getattr(module, self._step)(batch, *self._rest, **self._options)
+                output: Any = getattr(module, self._step)(batch, *self._rest)
                 output = ended(module, output) if self._trains else output
             here().weight = weight_in(output)
             loss = output.get("loss") if isinstance(output, dict) else output
@@ -704,7 +689,7 @@ class _OneRank(TorchDispatchMode):
 
 
 def verified(
-    strategy: Any, views: Views, verifies: bool, args: Sequence[Any], options: dict[str, Any],
+    strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
@@ -713,7 +698,6 @@ def verified(
         views: how the strategy cuts batches.
         verifies: whether a module that trains otherwise than on one device is refused.
         args: arguments of the first training step.
-        options: its keyword arguments.
         share: gives all ranks what the first has found.
         is_first: whether this is the first rank.
         structure: cuts batches; None for the strategy's.
@@ -724,7 +708,7 @@ def verified(
     verdict: Verdict | None = None
     if is_first:
         verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
-        verdict = verifier.verify(args[0], views, args[1:], options)
+        verdict = verifier.verify(args[0], views, args[1:])
     return _told(share(verdict), is_first, verifies)
 
 
@@ -758,6 +742,6 @@ def find_evaluated(
         if is_first:
             structure, rest = strategy.structures.of_batch(module.trainer, loader), (0,) * takes_index
             rest += (loader,) * (num_loaders > 1)
-            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest, {})
+            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest)
         found = _told(share(verdict), is_first)
         values.learn(step, loader, found.programs, found.constants)
