@@ -25,7 +25,6 @@ from ..core.errors import ConfigError
 from ..core.types import Batch, Chunk, Sizes
 from ._cut import Role, cut
 from .batch_dims import REDUCTIONS, DeclaredDims
-from .samples import LoaderEvidence
 from .tree import (
     Path,
     at,
@@ -67,7 +66,7 @@ class BatchStructure:
 
     Args:
         options: what `verify_batch_dims` returned.
-        loader: that the batches are from; None if it is not known.
+        loaders: that the batches are from, and where theirs stand in a batch; None for one that is not known.
         structures: paths of what is a structure in any case: what holds the arguments of a call, say.
         root: what errors call the whole.
         prefix: what the paths of options begin with, which have no prefix for batches.
@@ -76,14 +75,15 @@ class BatchStructure:
     def __init__(
         self,
         options: Mapping[str, str] | None = None,
-        loader: LoaderEvidence | None = None,
+        loaders: Sequence[tuple[Path, Any]] = (((), None),),
         structures: Sequence[Path] = (),
         root: str = "batch",
         prefix: Path = (),
     ) -> None:
         self._declared = DeclaredDims(options or {}, prefix)
-        self._paths: list[Path] = [()] if loader is None else loader.paths()
-        self._size = None if loader is None else loader.batch_size()
+        self._paths = [path for path, _ in loaders]
+        sizes = {getattr(loader, "batch_size", None) for _, loader in loaders}
+        self._size = size if len(sizes) == 1 and isinstance(size := sizes.pop(), int) else None
         self._structures = {*structures, *(path[:i] for path in self._paths for i in range(len(path)))}
         self._root = root
         self._roles: dict[tuple[Path, bool], Role] = {}
