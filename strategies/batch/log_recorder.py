@@ -1,5 +1,6 @@
 """Record what the parts of a batch log and count, and do it once for the whole batch, whose result they return."""
 
+import builtins
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -13,7 +14,6 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from ..core.devices import scalar
 from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
@@ -21,10 +21,12 @@ from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
 from .losses import FOUND, ChunkLosses, chunk_losses, is_loss, losses_in
 from .part_metrics import PartMetrics, finds_others
-from .results import ResultStructure
+from .results import ResultStructure, combine
 
-_MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
-_SUMS = ("sum", sum, torch.sum)
+_HOW: dict[Any, str] = {
+    fx: how for how in ("max", "min", "sum") for fx in (how, getattr(builtins, how), getattr(torch, how))
+}
+"""What a `reduce_fx` of `self.log` means; others are means."""
 
 
 @dataclass(frozen=True)
@@ -290,21 +292,10 @@ class LogRecorder:
         return self._values.noted(calls[0].name, value)
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
-        values = [call.kept for call in calls]
-        reduction = calls[0].options.get("reduce_fx", "mean")
+        values = [call.kept.reshape(()) if isinstance(call.kept, Tensor) else call.kept for call in calls]
         if not isinstance(values[0], (Tensor, int, float)):
             return values[0]
-        if any(isinstance(value, Tensor) for value in values):
-            values = [
-                v.to(self._device).reshape(()) if isinstance(v, Tensor) else scalar(v, self._device) for v in values
-            ]
-        if reduction in _MAX:
-            return torch.stack(values).max() if isinstance(values[0], Tensor) else max(values)
-        if reduction in _MIN:
-            return torch.stack(values).min() if isinstance(values[0], Tensor) else min(values)
-        if reduction in _SUMS:
-            return sum(values)
-        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        return combine(values, weights, _HOW.get(calls[0].options.get("reduce_fx"), "mean"), self._device)
 
 
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:

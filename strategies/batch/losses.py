@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.types import Batch
+from .results import combine
 from .structure import BatchStructure, num_samples
 
 FOUND = "found_loss_weight"
@@ -38,14 +39,11 @@ class ChunkLosses:
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
-        moved = [loss.to(device).reshape(()) for loss in self.losses]
-        weights = [_on(weight, device) for weight in self.weights]
-        parts = [_weighed(loss, share) for loss, share in zip(moved, _shares(weights), strict=True)]
-        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        return combine([loss.reshape(()) for loss in self.losses], self.weights, "mean", device).reshape(())
 
     def total(self, device: torch.device) -> Tensor | float:
         """The sum of the weights; a float if all of them are floats."""
-        return sum((_on(weight, device) for weight in self.weights), start=0.0)
+        return combine([1.0 * weight for weight in self.weights], [], "sum", device)
 
 
 def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) -> ChunkLosses:
@@ -71,23 +69,6 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) ->
     given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
     return ChunkLosses(losses, weights)
-
-
-def _shares(weights: Sequence[Any]) -> list[Any]:
-    """Each weight's fraction of their sum; equal fractions if all are zero (a batch of padding only)."""
-    total: Any = sum(weights, start=0.0)
-    if not isinstance(total, Tensor):
-        return [weight / total if total else 1.0 / len(weights) for weight in weights]
-    return [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
-
-
-def _weighed(loss: Tensor, share: Any) -> Tensor:
-    """A part's loss in that of the whole batch; nothing of a mean over nothing, which is nan."""
-    return torch.where(share != 0, loss * share, 0.0) if isinstance(share, Tensor) else loss * share
-
-
-def _on(weight: Tensor | float, device: torch.device) -> Any:
-    return weight.to(device) if isinstance(weight, Tensor) else float(weight)
 
 
 def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:

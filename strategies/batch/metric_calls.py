@@ -17,7 +17,7 @@ from ..core.module_checks import is_metric, why_whole
 from ..core.no_value import PartValues
 from ..core.rng import random_state, swapped_random_state
 from .losses import is_loss
-from .results import are_equal, is_fraction
+from .results import are_equal, combine, is_fraction
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _weighted_mean(metric: Metric, inputs: list[Any], sizes: list[int]) -> tuple
     if not isinstance(weights[0], Tensor) and weights != sizes and are_equal(weights):
         return None  # a constant for the whole batch
     total = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (total or 1), total
+    return combine(values, weights, "mean", metric.device), total
 
 
 def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, is_unknown: bool) -> Any:
@@ -197,9 +197,7 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
         return {key: _joined_value(column, sizes, device, name, is_unknown) for key, column in columns.items()}
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
         if not is_unknown:
-            return sum(move_data_to_device(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(
-                sizes
-            )
+            return combine(parts, sizes, "mean", device)
     elif not isinstance(first, Tensor):
         if parts == sizes:
             return sum(sizes)
