@@ -108,6 +108,11 @@ class BatchStructure:
         """Tensors with a number of rows that is neither that of the samples nor the same in all batches."""
         return [path for (path, _), dim in self._shown.items() if dim == _OTHER]
 
+    @property
+    def with_rows(self) -> list[Path]:
+        """Tensors that have one row per sample, as batches of two sizes have shown."""
+        return [path for (path, has_rows), dim in self._shown.items() if has_rows and dim == 0]
+
     def _shapes(self, batch: Batch) -> Iterator[tuple[tuple[Path, bool], Sequence[int]]]:
         for path, value in walk(batch, lambda part: None if splits_itself(part) else children(part)):
             if is_array(value) or is_sequence(value) or splits_itself(value):

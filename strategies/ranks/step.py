@@ -27,6 +27,7 @@ from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
+from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
@@ -178,7 +179,7 @@ class RankStep(StepContract):
     def train(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
-        counts, module, trainer = shares.counts, self._module, self._trainer
+        counts, module = shares.counts, self._module
         assert self.metrics is not None
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
@@ -188,7 +189,7 @@ class RankStep(StepContract):
         if not self._is_verified:
             self._verify(args)
         if not module.automatic_optimization:
-            shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
+            self._verify_parts(args[0])  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         module_weighs = weight_in(output) is not None
@@ -199,7 +200,7 @@ class RankStep(StepContract):
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
-            shares.verify_parts(trainer.fit_loop, args[0])
+            self._verify_parts(args[0])
         if reader.plan.is_of_samples or not module.automatic_optimization:
             return output
         if not strategy.layout.cut_by:
@@ -208,6 +209,10 @@ class RankStep(StepContract):
             value, weight = part.loss.detach(), torch.tensor(shares.weight)
             shares.weighed_losses.append(WeighedLoss([part.own_loss.detach()], weight, value))
         return reader.valued([output])[0]
+
+    def _verify_parts(self, batch: Batch) -> None:
+        trainer, structures = self._trainer, self._strategy.structures
+        self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
     def verify_early(self) -> None:
         """Find out by what losses divide before the module is cut over the ranks."""
