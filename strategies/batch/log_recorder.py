@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
@@ -61,6 +62,7 @@ class LogRecorder:
         self._root, self._strategy, self._device = root, strategy, devices[0]
         self._places = [None if own is modules[0] else device for own, device in zip(modules, devices, strict=True)]
         self._metrics = self._new_metrics()
+        self._told = WarningCache()
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._running = threading.local()
@@ -164,31 +166,19 @@ class LogRecorder:
                 value = of_metric
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
-    def combine(
-        self,
-        outputs: list[Any],
-        valued: list[Any],
-        sizes: Sequence[int],
-        strategy: str,
-        structure: ResultStructure,
-        told: WarningCache,
-        is_read: Callable[[], bool],
-    ) -> Any:
+    def combine(self, outputs: list[Any], valued: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
         Args:
             outputs: one per chunk that has samples.
             valued: the same, with the losses to be combined.
             sizes: samples per chunk.
-            strategy: name that begins error messages.
             structure: of what `training_step` returns.
-            told: tells once of each key that is left out.
-            is_read: whether a hook of the user's receives the result.
 
         Returns:
             A result of the kind that the module returned; None if it skips the batch. A mapping has `loss`, the sum of
-            `loss_weight` if the module returned it and, if they are read, the other values that can be joined. That of
-            a single chunk has all its keys.
+            `loss_weight` if the module returned it and, if a hook of the user's reads them, the other values that can
+            be joined. That of a single chunk has all its keys.
 
         Raises:
             ConfigError: a loss is missing, or is not a scalar.
@@ -196,7 +186,7 @@ class LogRecorder:
         if all(output is None for output in outputs):
             self.replay(sizes)
             return None
-        losses = chunk_losses(valued, sizes, strategy)
+        losses = chunk_losses(valued, sizes, self._strategy)
         losses.shown = [output["loss"] if isinstance(output, dict) else output for output in outputs]
         self.replay(sizes, losses)
         loss = losses.combine(self._device)
@@ -206,12 +196,13 @@ class LogRecorder:
         result["loss"] = loss
         for weight in outputs[0].keys() & {"loss_weight", FOUND}:
             result[weight] = losses.total(self._device)
-        if len(outputs) > 1 and is_read():
+        trainer: Any = self._root.trainer
+        if len(outputs) > 1 and hooked("on_train_batch_end", trainer, by_user=True):
             for key, value in _joined_rest(outputs, sizes, self._device, structure).items():
                 if isinstance(value, NoValue):
-                    told.info(
-                        f"{strategy}: training_step's output {key!r} does not reach callbacks: what it is of the whole "
-                        "batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
+                    self._told.info(
+                        f"{self._strategy}: training_step's output {key!r} does not reach callbacks: what it is of the "
+                        "whole batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
                         f"{{training_step.{key}: sum}}, mean, list, 0 or none."
                     )
                 else:

@@ -220,9 +220,7 @@ class StageLayout(Layout):
             logs.replay(sizes)
             return end(results.join(outputs, sizes, meeting))
         assert gradients is not None
-        valued, trainer = self.reader.valued(outputs), self._module.trainer
-        is_read = partial(hooked, "on_train_batch_end", trainer, by_user=True)
-        result = logs.combine(outputs, valued, sizes, self.strategy, results, self._told, is_read)
+        result = logs.combine(outputs, self.reader.valued(outputs), sizes, results)
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}

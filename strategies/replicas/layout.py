@@ -26,7 +26,6 @@ from ..core.errors import ConfigError
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
     has_batchnorm,
-    hooked,
     resting_device,
     verify_shapes,
     verify_takes_batches,
@@ -229,7 +228,7 @@ class ReplicaLayout(Layout):
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
-        manual, options = self.runner.manual is not None, self.options
+        manual = self.runner.manual is not None
         outputs, sizes = self._run("training_step", batch, rest, 0, structure if end or manual else None)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
@@ -239,10 +238,7 @@ class ReplicaLayout(Layout):
             logs.replay(sizes)
             return structure.join(outputs, sizes, root)
         self.reader.scale()
-        result = logs.combine(
-            outputs, self.reader.valued(outputs), sizes, options.strategy,
-            structure, self._told, partial(hooked, "on_train_batch_end", self._trainer, by_user=True),
-        )  # fmt: skip
+        result = logs.combine(outputs, self.reader.valued(outputs), sizes, structure)
         self.losses = logs.losses
         return result
 
