@@ -1,21 +1,23 @@
 """Count the parts of a batch in copies of a module's metrics, and merge the copies into the metrics after the step."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from ..core.errors import ConfigError
-from ..core.module_checks import metrics_of
-from ..core.no_value import empty_copy
+from ..core.module_checks import is_metric, metrics_of
+from ..core.no_value import PartValues, empty_copy
 from ..core.patching import Replacement, replaced
-from .metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..core.rng import random_state, swapped_random_state
+from .metric_calls import Call, call_again, outermost_metrics, takes_whole_batches
 from .results import are_equal
 
 _KINDS = (Metric, MetricCollection)
@@ -63,9 +65,15 @@ class PartMetrics:
         self._recorded = set(range(len(self._metrics)))
         """The metrics of which the first step will show whether they are merged, and those that are not."""
         self._whole = {n for n, metric in enumerate(self._metrics) if id(metric) in inside or not _is_mergeable(metric)}
-        self._calls = [MetricCalls(strategy, self._recorded, self._whole) for _ in made]
-        for i, calls in enumerate(self._calls):
-            self._watch(calls, [copies[i] for copies in self._copies])
+        self._calls: list[list[Call]] = [[] for _ in made]
+        """What the step called of the recorded ones, in order, by part."""
+        self._depths = [0 for _ in made]
+        """In how many calls of metrics, one within the other, each part is."""
+        self._is_open = False
+        """Whether a step runs."""
+        self._part_values = PartValues()
+        for i, copies in enumerate(made):
+            self._watch(i, copies)
         self._values: dict[int, tuple[Any, Metric]] = {}
         self._replaced = [
             Replacement(inner, method, partial(self._routed, [getattr(copies[key], method) for copies in made]))
@@ -76,7 +84,7 @@ class PartMetrics:
 
     def _routed(self, copies: Sequence[Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module's metric, in a step that of the running part's copy."""
-        return (copies[self._part()] if self._calls[0].is_open else own)(*args, **kwargs)
+        return (copies[self._part()] if self._is_open else own)(*args, **kwargs)
 
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
@@ -87,9 +95,7 @@ class PartMetrics:
     def counting(self) -> Generator[None]:
         """Have the copies take the calls inside the block, where a step runs that is merged afterwards."""
         try:
-            with ExitStack() as stack:
-                for calls in self._calls:
-                    stack.enter_context(replaced(calls, "is_open", True))
+            with replaced(self, "_is_open", True):
                 yield
         except BaseException:
             self._discard()
@@ -98,7 +104,7 @@ class PartMetrics:
     @contextmanager
     def uncounted(self) -> Generator[None]:
         """Call the module's metrics themselves inside the block."""
-        with replaced(self._calls[0], "is_open", False):
+        with replaced(self, "_is_open", False):
             yield
 
     def original(self, value: Any) -> Any:
@@ -127,15 +133,14 @@ class PartMetrics:
                 updated = [copy for copy in copies if copy._update_count > 0]
                 if updated and number not in self._whole and self._decide(number, metric, updated):
                     _merge(metric, updated)
-            for calls in self._calls:
-                calls.calls = [call for call in calls.calls if call.metric in self._whole]
+            self._calls[:] = [[call for call in calls if call.metric in self._whole] for calls in self._calls]
             call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy, losses)
         self._discard()
 
     def _discard(self) -> None:
         """Reset the copies."""
         for calls in self._calls:
-            calls.calls.clear()
+            calls.clear()
         with torch.inference_mode(False), torch.no_grad():
             for number, copies in enumerate(self._copies):
                 for copy in copies:
@@ -164,14 +169,49 @@ class PartMetrics:
         self._recorded.discard(number)
         return True
 
-    def _watch(self, calls: MetricCalls, copies: Sequence[Any]) -> None:
-        """Watch one part's copies, and the metrics inside them."""
-        for number, copy in enumerate(copies):
-            calls.watch(copy, number)
-        seen = {id(copy) for copy in copies}
-        parts = {id(part): part for copy in copies for part in metrics_of(copy)}
-        for part in (part for key, part in parts.items() if key not in seen):
-            calls.watch(part, None)
+    def _watch(self, part: int, copies: Mapping[int, Any]) -> None:
+        """Stand between one part's copies, with the metrics inside them, and those who call them."""
+        numbers = {id(copies[id(metric)]): number for number, metric in enumerate(self._metrics)}
+        for copy in filter(is_metric, copies.values()):
+            number = numbers.get(id(copy))  # None inside of another metric
+            for method in _METHODS:
+                call = getattr(copy, method)
+                if method == "forward":
+                    call = partial(self._part_values.forward, copy, call)
+                if method in ("update", "forward"):
+                    call = partial(self._called, part, method, number, call)
+                if number is None or method in ("compute", "reset"):
+                    call = partial(self._verified, part, f"{type(copy).__name__}.{method}()", call)
+                vars(copy)[method] = call
+
+    def _called(
+        self, part: int, method: str, number: int | None, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a call of a metric's copy, and note it where that is asked for."""
+        self._depths[part] += 1
+        try:
+            if number not in self._recorded or self._depths[part] > 1:
+                return call(*args, **kwargs)
+            self._calls[part].append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
+            if method == "update" and number in self._whole:
+                return None  # the root's is called with the inputs of all parts
+            with swapped_random_state(random_state()):
+                return call(*args, **kwargs)
+        finally:
+            self._depths[part] -= 1
+
+    def _verified(self, part: int, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that is not known for a part of a batch.
+
+        Raises:
+            ConfigError: a step made it.
+        """
+        if self._is_open and not self._depths[part]:
+            raise ConfigError(
+                f"{self._strategy}: {name} was called in a step, where each replica has counted its own chunk only. "
+                "Log the metric itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end."
+            )
+        return call(*args, **kwargs)
 
 
 def _empty_copies(slots: Sequence[nn.Module], device: torch.device | None) -> dict[int, Any]:
