@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_log import lightning_modules
 from ..core.patching import Replacement, hooks_of
-from .results import Joiner, are_equal, is_whole
+from .results import Joiner, are_equal, combine, is_whole
 from .tree import Path, called, children, rebuild, walk
 
 Key: TypeAlias = tuple[int, int]
@@ -330,14 +330,12 @@ class _Join:
         found: dict[Any, list[Any]] = {}
         for key, value in (item for entries in parts for item in entries.items()):
             found.setdefault(key, []).append(value)
-        return {key: self._entry(values, key) for key, values in found.items()}
-
-    def _entry(self, values: list[Any], key: Any) -> Any:
-        if len(values) > 1 and is_whole(values[0]):
-            return sum(values[1:], start=values[0])
-        if not (len(values) == 1 or are_equal(values)):
-            self._unknown((key,), "differs between parts of batches")
-        return values[0]
+        for key, values in found.items():
+            if len(values) > 1 and is_whole(values[0]):
+                found[key] = [combine(values, [], "sum")]
+            elif not (len(values) == 1 or are_equal(values)):
+                self._unknown((key,), "differs between parts of batches")
+        return {key: first for key, (first, *_) in found.items()}
 
     def elements(self, batches: list[list[Added]]) -> list[Any]:
         """The elements of the whole batches, in order."""

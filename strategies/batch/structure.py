@@ -267,7 +267,8 @@ class BatchStructure:
             return declared[0]
         if long := [length(part) for place, part, _ in values if self._shown.get((place, is_array(part))) == 0]:
             return long[0]
-        rows = [(count, inside) for _, part, inside in values if (count := _rows(part)) is not None]
+        lengths = ((length(part), inside) for _, part, inside in values if not is_sequence(part))
+        rows = [(count, inside) for count, inside in lengths if count is not None]
         counts = Counter(count for count, inside in rows if not inside)
         are_samples = type(batch) is list and len(batch) == self._size and self._size not in counts
         if counts and not (are_samples and not (len(counts) == 1 and all(map(is_array, batch)))):
@@ -299,10 +300,6 @@ class BatchStructure:
         if (has_rows := is_array(value)) or is_sequence(value):
             return self._roles.get((path, has_rows), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
-
-
-def _rows(value: Any) -> int | None:
-    return length(value) if is_array(value) or splits_itself(value) else None
 
 
 def _lengths(value: Any) -> Iterator[int | None]:
