@@ -255,7 +255,7 @@ class Verifier:
         """Run a step on samples, whole and in parts; in equal ones if it gathers and the run has no others."""
         (whole,) = self._run(piece, 0, total)
         firsts = dict.fromkeys((max(1, round(total * 5 / 8)), total - 1))
-        if self._of_ranks and total % 2 == 0 and self._gathers and parts_are_equal(self._loop):
+        if self._of_ranks and total % 2 == 0 and parts_are_equal(self._loop) and self._communicates(piece, total):
             firsts = dict.fromkeys((total // 2,))
         return whole, [self._run(piece, 0, i, total) for i in firsts]
 
@@ -458,16 +458,32 @@ class Verifier:
                 parameter.requires_grad_(is_trained)
 
     def _run(self, piece: _Piece, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[_Step]:
-        """Run the step on the samples between each two places: in a trial each, or in one if parts meet."""
+        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet.
+
+        That they do may show only where there are several (`if self.trainer.world_size > 1`).
+        """
         spans = list(itertools.pairwise(places))
         self._fails_in_parts = len(spans) > 1
         ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
-        if self._meets:  # as the whole, which runs first, has shown
-            return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
-        steps = list[_Step]()
-        for ranks.first, (i, j) in enumerate(spans):
-            steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
-        return steps
+        if len(spans) == 1 or not self._meets:
+            try:
+                steps = list[_Step]()
+                for ranks.first, (i, j) in enumerate(spans):
+                    steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
+            except Exception:
+                if len(spans) == 1 or not self._meets:
+                    raise
+            else:
+                if len(spans) == 1 or not self._meets:
+                    return steps
+            ranks.first = 0
+        return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
+
+    def _communicates(self, piece: _Piece, total: int) -> bool:
+        """Whether parts gather from one another."""
+        if not self._gathers:
+            self._run(piece, 0, total // 2, total)
+        return self._gathers
 
     def _trial(
         self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: SimulatedRanks, given: Sequence[Written]
