@@ -28,11 +28,8 @@ from .run_structures import RunStructures
 from .whole.gathering import gathered
 
 
-class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
+class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     """Runs every step through a layout. A strategy derives from it, and says which layout.
-
-    The batch and its loss are the global ones, and there are no other ranks: it is its own contract, of which most
-    adds nothing.
 
     Args:
         devices: the devices; None takes the trainer's.
@@ -163,6 +160,12 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
     predict_step = evaluation_step("predict")
 
     backward = run_backward
+    # the batch and its loss are the global ones, and there are no other ranks
+    begin_batch = StepContract.begin_batch
+    changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
+    scale_loss, finish_backward = StepContract.scale_loss, StepContract.finish_backward
+    accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
+    whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
