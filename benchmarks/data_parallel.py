@@ -98,7 +98,7 @@ def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Cal
         chunks = BatchStructure().split(batch, sizes)
         outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
         optimizer.zero_grad()
-        layout.attach(chunk_losses(outputs, sizes, "mean", "dp").combine(devices[0])).backward()
+        layout.attach(chunk_losses(outputs, sizes, "dp").combine(devices[0])).backward()
         optimizer.step()
         layout.replicas.mark_changed()
 

@@ -11,7 +11,6 @@ from typing_extensions import TypedDict, override
 
 from .batch.batch_dims import BatchDims
 from .batch.layout import Layout, SingleLayout, drop_layout
-from .batch.losses import LossReduction
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .core.errors import ConfigError, verify_submodules
@@ -29,7 +28,6 @@ class DataParallelArguments(TypedDict, total=False):
     """The options of `DataParallelStrategy` as keyword arguments, for type checkers."""
 
     devices: Sequence[Device] | None
-    loss_reduction: LossReduction
     submodule: str | None
     copy_frozen: bool
     threads: bool | None
@@ -52,7 +50,6 @@ class DataParallelStrategy(OneProcessStrategy):
 
     Args:
         devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.
-        loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
         submodule: dotted name of the submodule to replicate; the rest runs on the root device. None replicates the
             whole module.
         copy_frozen: copy parameters without gradients after every optimizer step, even if nothing is known to have
@@ -75,7 +72,6 @@ class DataParallelStrategy(OneProcessStrategy):
     def __init__(
         self,
         devices: Sequence[Device] | None = None,
-        loss_reduction: LossReduction = "mean",
         submodule: str | None = None,
         copy_frozen: bool = False,
         threads: bool | None = None,
@@ -86,9 +82,7 @@ class DataParallelStrategy(OneProcessStrategy):
         verify: bool = True,
     ) -> None:
         super().__init__(devices, batch_dims, verify)
-        self.replica_options = ReplicaOptions(
-            self.strategy_name, "strategy=ddp", loss_reduction, submodule, copy_frozen, threads
-        )
+        self.replica_options = ReplicaOptions(self.strategy_name, "strategy=ddp", submodule, copy_frozen, threads)
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)

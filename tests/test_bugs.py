@@ -194,20 +194,21 @@ def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:
     shares = RankShares(2, "ddp")
     loop: Any = SimpleNamespace(_combined_loader=None, max_batches=9)
 
-    def read(num: int, batch: Any) -> None:
+    def read(num: int, batch: Any, places: Any = ((),)) -> None:
         shares.current = Share(num, 2 * num)
-        shares.verify_parts(loop, batch)
+        shares.verify_parts(loop, batch, lambda: places)
 
+    places = [("x",), ("y",)]
     for num in (5, 5, 4, 5):
-        read(num, {"x": torch.ones(num, 6), "y": torch.ones(num)})
+        read(num, {"x": torch.ones(num, 6), "y": torch.ones(num)}, places)
     with pytest.raises(ConfigError, match=r"this rank has read 5 samples, but their batch has 4 rows"):
-        read(5, {"x": torch.ones(4, 6), "y": torch.ones(4)})
+        read(5, {"x": torch.ones(4, 6), "y": torch.ones(4)}, places)
     shares.begin_training()
-    for num in (5, 5, 5, 3):  # time comes first, and is as long as most batches
-        read(num, torch.ones(5, num, 6))
+    for num, boxes in ((2, 2), (4, 7), (2, 4)):  # boxes, at first as many as samples by chance
+        read(num, {"x": torch.ones(boxes, 3), "y": torch.ones(num)}, places)
     shares.begin_training()
-    for num, atoms in ((2, 2), (2, 2), (4, 7), (2, 4)):  # atoms, at first as many as samples by chance
-        read(num, torch.ones(atoms, 3))
+    for num in (5, 3):  # of a stream nothing is known
+        read(num, torch.ones(5, num, 6), ())
 
 
 def test_a_wrapper_that_has_taken_over_the_layers_and_the_forward_of_a_module_runs_its_own_in_a_replica() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_log import lightning_modules
 from ..core.patching import Replacement, hooks_of
-from .results import Joiner, are_equal, is_whole
+from .results import Joiner, are_equal, combine, is_whole
 from .tree import Path, called, children, rebuild, walk
 
 Key: TypeAlias = tuple[int, int]
@@ -36,6 +36,9 @@ Space: TypeAlias = dict[str, Any]
 
 _OWN = frozenset(vars(pl.LightningModule()))
 """Attributes that every module has."""
+_HOLDERS = (list, dict, tuple)
+_MOST_KEYS = 4096
+"""Of a dictionary that is searched for lists."""
 
 
 class Added(NamedTuple):
@@ -50,14 +53,6 @@ class Added(NamedTuple):
     batch: Key
     num: float
     values: list[Any]
-
-
-class _Dict(NamedTuple):
-    """The lists in a dictionary, as far as it is known: further keys are its last."""
-
-    value: dict[Any, Any]
-    num: int
-    keys: list[Any]
 
 
 @dataclass(eq=False)
@@ -75,19 +70,19 @@ class PartLists:
     added: dict[Path, list[Added]] = field(default_factory=dict[Path, list[Added]], init=False)
 
     def begin(self) -> None:
-        """Note how long the lists are."""
+        """Note how long the lists and dictionaries are."""
         self._parents: dict[Path, int] = {}
-        self._dicts: dict[Path, _Dict] = {}
-        for path, values in list(self._lists()):
-            if values and all(type(value) in (list, dict) for value in values):
+        for path, values in list(self._found()):
+            if type(values) is list and values and all(type(value) in (list, dict) for value in values):
                 self._parents[path] = len(values)  # a list for each loader
-        self._ends = {path: (values, len(values)) for path, values in self._lists()}
-        self._starts = {path: known.num for path, known in self._dicts.items()}
+        self._ends = {path: (values, len(values)) for path, values in self._found()}
         self.added = {}
 
     def take(self, batch: Key, num: float) -> None:
         """Note what a part of `num` samples has appended; a part without samples leaves nothing."""
-        for path, values in self._lists():
+        for path, values in self._found():
+            if type(values) is not list:
+                continue
             before, start = self._ends.get(path, (values, 0))
             if len(values) < start or (before is not values and not _begins_with(values, before[:start])):
                 start = 0  # a new list, or one that was cleared
@@ -106,10 +101,11 @@ class PartLists:
     def entries(self) -> dict[Path, dict[Any, Any]]:
         """Further keys of dictionaries since `begin`, of other values than lists (`self.results[name] = score`)."""
         found: dict[Path, dict[Any, Any]] = {}
-        for path, known in self._dicts.items():
-            start = self._starts.get(path, 0)
-            new = list(known.value.items())[start if start <= known.num else 0 :]
-            found[path] = {key: value for key, value in new if not isinstance(value, (list, dict, tuple))}
+        for path, value in self._found():
+            if isinstance(value, dict):
+                before, num = self._ends.get(path, (value, 0))
+                new = islice(value.items(), num if before is value and num <= len(value) else 0, None)
+                found[path] = {key: child for key, child in new if not isinstance(child, _HOLDERS)}
         return {path: new for path, new in found.items() if new}
 
     def update(self, path: Path, entries: dict[Any, Any]) -> None:
@@ -122,27 +118,21 @@ class PartLists:
             value = value.setdefault(key, {}) if isinstance(value, dict) else value[key]
         return value.setdefault(path[-1], otherwise) if isinstance(value, dict) else value[path[-1]]
 
-    def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
+    def _found(self) -> Iterator[tuple[Path, Any]]:
+        """Yield the lists, and dictionaries, with their paths."""
         for number, space in enumerate(self.spaces):
             for name, value in space.items():
                 if type(value) is list or (isinstance(value, (dict, tuple)) and name not in _OWN):
                     yield from self._inside((number, name), value)
 
-    def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, list[Any]]]:
-        if isinstance(value, dict):
-            known = self._dicts.get(path)
-            if known is None or known.value is not value or known.num > len(value):
-                known = _Dict(value, 0, [])
-            added = islice(reversed(value.items()), len(value) - known.num)
-            new = [key for key, child in added if isinstance(child, (list, dict, tuple))]
-            self._dicts[path] = known = _Dict(value, len(value), known.keys + new[::-1])
-            for key in known.keys:
-                yield from self._inside((*path, key), value.get(key))
-        elif type(value) is tuple or (type(value) is list and self._parents.get(path) == len(value)):
-            for i, child in enumerate(value):
-                yield from self._inside((*path, i), child)
-        elif type(value) is list:
+    def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+        is_parent = type(value) is tuple or self._parents.get(path) == len(value)
+        if not is_parent:
             yield path, value
+        if is_parent or (isinstance(value, dict) and len(value) <= _MOST_KEYS):
+            for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if type(child) in (list, tuple) or isinstance(child, dict):
+                    yield from self._inside((*path, key), child)
 
 
 class EvaluationLists:
@@ -340,14 +330,12 @@ class _Join:
         found: dict[Any, list[Any]] = {}
         for key, value in (item for entries in parts for item in entries.items()):
             found.setdefault(key, []).append(value)
-        return {key: self._entry(values, key) for key, values in found.items()}
-
-    def _entry(self, values: list[Any], key: Any) -> Any:
-        if len(values) > 1 and is_whole(values[0]):
-            return sum(values[1:], start=values[0])
-        if not (len(values) == 1 or are_equal(values)):
-            self._unknown((key,), "differs between parts of batches")
-        return values[0]
+        for key, values in found.items():
+            if len(values) > 1 and is_whole(values[0]):
+                found[key] = [combine(values, [], "sum")]
+            elif not (len(values) == 1 or are_equal(values)):
+                self._unknown((key,), "differs between parts of batches")
+        return {key: first for key, (first, *_) in found.items()}
 
     def elements(self, batches: list[list[Added]]) -> list[Any]:
         """The elements of the whole batches, in order."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from .exact.loss_reader import LossReader
+from .losses import losses_in
 from .run_structures import RunStructures
 from .whole.over_batch import end_of_step
 
@@ -141,9 +142,3 @@ class SingleLayout(Layout):
             output = self._end(output)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
-
-
-def losses_in(output: Any) -> list[Tensor]:
-    """The loss that a training step has returned, as a list of at most one; wrappers may pass on a copy of it."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    return [loss.detach()] if isinstance(loss, Tensor) else []

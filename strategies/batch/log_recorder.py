@@ -1,5 +1,6 @@
-"""Record what modules log on each replica, and log it once for the whole batch, whose result they return."""
+"""Record what the parts of a batch log and count, and do it once for the whole batch, whose result they return."""
 
+import builtins
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
@@ -13,17 +14,20 @@ import torch
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from ..core.devices import scalar
 from ..core.errors import ConfigError
+from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
-from .losses import FOUND, ChunkLosses, LossReduction, chunk_losses, is_loss
-from .results import ResultStructure
+from .losses import FOUND, ChunkLosses, chunk_losses, is_loss, losses_in
+from .part_metrics import PartMetrics, finds_others
+from .results import ResultStructure, combine
 
-_MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
-_SUMS = ("sum", sum, torch.sum)
+_HOW: dict[Any, str] = {
+    fx: how for how in ("max", "min", "sum") for fx in (how, getattr(builtins, how), getattr(torch, how))
+}
+"""What a `reduce_fx` of `self.log` means; others are means."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,26 @@ class _Call:
 
 
 class LogRecorder:
-    """Records `self.log` on every replica, and logs each name once, on the root, for the whole batch.
+    """Records `self.log` in every part of a batch, and logs each name once, on the root, for the whole batch.
 
     Args:
-        modules: the modules of each replica, the root first, all in the same order.
-        device: where the values are combined.
-        original: maps a replica's metric to the root's, and a value of it to the whole batch's.
+        root: the module.
+        modules: the modules of each replica, the root's first, all in the same order; micro-batches have the same ones.
+        devices: of the parts; values are combined on the first.
+        strategy: name that begins error messages.
     """
 
     def __init__(
-        self, modules: Sequence[Sequence[nn.Module]], device: torch.device, original: Callable[[Any], Any]
+        self,
+        root: nn.Module,
+        modules: Sequence[Sequence[nn.Module]],
+        devices: Sequence[torch.device],
+        strategy: str,
     ) -> None:
-        self._original = original
-        self._device = device
+        self._root, self._strategy, self._device = root, strategy, devices[0]
+        self._places = [None if own is modules[0] else device for own, device in zip(modules, devices, strict=True)]
+        self._metrics = self._new_metrics()
+        self._told = WarningCache()
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
         self._calls: list[list[_Call]] = []
         self._running = threading.local()
@@ -65,13 +76,41 @@ class LogRecorder:
                 if copy is not self._modules[0][j]:
                     module_log(copy).receiver = partial(self._record, i, j)
 
+    def _new_metrics(self) -> PartMetrics:
+        return PartMetrics(self._root, self._places, self._strategy, lambda: self.part)
+
+    def follow_metrics(self) -> None:
+        """Learn whether the module has other metrics than before."""
+        if finds_others(self._root, self._metrics.found):
+            self._metrics.close()
+            self._metrics = self._new_metrics()
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Call the metrics inside the block for no part."""
+        return self._metrics.uncounted()
+
+    def merge(self, used: Sequence[int], sizes: Sequence[int], outputs: Sequence[Any]) -> None:
+        """Bring what parts have counted to the module's metrics.
+
+        Args:
+            used: the parts that had samples.
+            sizes: samples of each of them.
+            outputs: what the step has returned on each.
+        """
+        self._metrics.merge(used, sizes, [loss for output in outputs for loss in losses_in(output)])
+
+    def close(self) -> None:
+        """Restore the methods of the module's metrics."""
+        self._metrics.close()
+
     @contextmanager
     def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
         """Record the calls of one step, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.of(step, loader), {}
         self._constants = values.constants.get((step, loader))
         self._calls = [[] for _ in self._modules]
-        with received((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0])):
+        logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
+        with self._metrics.counting(), received(logs):
             yield
 
     @property
@@ -127,33 +166,19 @@ class LogRecorder:
                 value = of_metric
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
-    def combine(
-        self,
-        outputs: list[Any],
-        valued: list[Any],
-        sizes: Sequence[int],
-        reduction: LossReduction,
-        strategy: str,
-        structure: ResultStructure,
-        told: WarningCache,
-        is_read: Callable[[], bool],
-    ) -> Any:
+    def combine(self, outputs: list[Any], valued: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
         Args:
             outputs: one per chunk that has samples.
             valued: the same, with the losses to be combined.
             sizes: samples per chunk.
-            reduction: whether a chunk's loss is a mean or a sum.
-            strategy: name that begins error messages.
             structure: of what `training_step` returns.
-            told: tells once of each key that is left out.
-            is_read: whether a hook of the user's receives the result.
 
         Returns:
             A result of the kind that the module returned; None if it skips the batch. A mapping has `loss`, the sum of
-            `loss_weight` if the module returned it and, if they are read, the other values that can be joined. That of
-            a single chunk has all its keys.
+            `loss_weight` if the module returned it and, if a hook of the user's reads them, the other values that can
+            be joined. That of a single chunk has all its keys.
 
         Raises:
             ConfigError: a loss is missing, or is not a scalar.
@@ -161,7 +186,7 @@ class LogRecorder:
         if all(output is None for output in outputs):
             self.replay(sizes)
             return None
-        losses = chunk_losses(valued, sizes, reduction, strategy)
+        losses = chunk_losses(valued, sizes, self._strategy)
         losses.shown = [output["loss"] if isinstance(output, dict) else output for output in outputs]
         self.replay(sizes, losses)
         loss = losses.combine(self._device)
@@ -171,12 +196,13 @@ class LogRecorder:
         result["loss"] = loss
         for weight in outputs[0].keys() & {"loss_weight", FOUND}:
             result[weight] = losses.total(self._device)
-        if len(outputs) > 1 and is_read():
+        trainer: Any = self._root.trainer
+        if len(outputs) > 1 and hooked("on_train_batch_end", trainer, by_user=True):
             for key, value in _joined_rest(outputs, sizes, self._device, structure).items():
                 if isinstance(value, NoValue):
-                    told.info(
-                        f"{strategy}: training_step's output {key!r} does not reach callbacks: what it is of the whole "
-                        "batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
+                    self._told.info(
+                        f"{self._strategy}: training_step's output {key!r} does not reach callbacks: what it is of the "
+                        "whole batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
                         f"{{training_step.{key}: sum}}, mean, list, 0 or none."
                     )
                 else:
@@ -233,11 +259,11 @@ class LogRecorder:
             call.kept if own is loss else loss.detach()
             for call, own, loss in zip(calls, shown, losses.losses, strict=True)
         ]
-        return ChunkLosses(values, losses.weights, losses.reduction).combine(self._device)
+        return ChunkLosses(values, losses.weights).combine(self._device)
 
     def _of_metric(self, calls: list[_Call]) -> Any:
         """The whole batch's value, if each chunk logged what a metric returned for it."""
-        found = [self._original(call.value) for call in calls if isinstance(call.value, Tensor)]
+        found = [self._metrics.original(call.value) for call in calls if isinstance(call.value, Tensor)]
         if len(found) < len(calls) or found[0] is calls[0].value or any(value is not found[0] for value in found):
             return None
         return found[0]
@@ -257,21 +283,10 @@ class LogRecorder:
         return self._values.noted(calls[0].name, value)
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
-        values = [call.kept for call in calls]
-        reduction = calls[0].options.get("reduce_fx", "mean")
+        values = [call.kept.reshape(()) if isinstance(call.kept, Tensor) else call.kept for call in calls]
         if not isinstance(values[0], (Tensor, int, float)):
-            return self._original(values[0])
-        if any(isinstance(value, Tensor) for value in values):
-            values = [
-                v.to(self._device).reshape(()) if isinstance(v, Tensor) else scalar(v, self._device) for v in values
-            ]
-        if reduction in _MAX:
-            return torch.stack(values).max() if isinstance(values[0], Tensor) else max(values)
-        if reduction in _MIN:
-            return torch.stack(values).min() if isinstance(values[0], Tensor) else min(values)
-        if reduction in _SUMS:
-            return sum(values)
-        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+            return values[0]
+        return combine(values, weights, _HOW.get(calls[0].options.get("reduce_fx"), "mean"), self._device)
 
 
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ mean over the whole batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.types import Batch
+from .results import combine
 from .structure import BatchStructure, num_samples
-
-LossReduction: TypeAlias = Literal["mean", "sum"]
-"""Whether a module's loss is a mean over samples or a sum."""
 
 FOUND = "found_loss_weight"
 """What a loss was found to divide by, beside it in the output of a step, in place of a `loss_weight`."""
@@ -32,36 +30,28 @@ class ChunkLosses:
     Args:
         losses: one scalar per chunk that has samples, each on its own device.
         weights: samples per chunk, or the `loss_weight` that the module returned.
-        reduction: whether a chunk's loss is a mean or a sum.
         shown: the losses as the module knows them; None for `losses`.
     """
 
     losses: list[Tensor]
     weights: list[Tensor | float]
-    reduction: LossReduction = "mean"
     shown: list[Tensor] | None = None
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
-        moved = [loss.to(device).reshape(()) for loss in self.losses]
-        if self.reduction == "sum":
-            return torch.stack(moved).sum()
-        weights = [_on(weight, device) for weight in self.weights]
-        parts = [_weighed(loss, share) for loss, share in zip(moved, _shares(weights), strict=True)]
-        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+        return combine([loss.reshape(()) for loss in self.losses], self.weights, "mean", device).reshape(())
 
     def total(self, device: torch.device) -> Tensor | float:
         """The sum of the weights; a float if all of them are floats."""
-        return sum((_on(weight, device) for weight in self.weights), start=0.0)
+        return combine([1.0 * weight for weight in self.weights], [], "sum", device)
 
 
-def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossReduction, strategy: str) -> ChunkLosses:
+def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) -> ChunkLosses:
     """Read the losses and their weights from what `training_step` returned for each chunk.
 
     Args:
         outputs: one per chunk, a loss or a mapping with `loss`.
         sizes: samples per chunk; of one without samples there is no output.
-        reduction: whether a chunk's loss is a mean or a sum.
         strategy: name that begins error messages.
 
     Raises:
@@ -78,24 +68,7 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], reduction: LossRe
             )
     given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
-    return ChunkLosses(losses, weights, reduction)
-
-
-def _shares(weights: Sequence[Any]) -> list[Any]:
-    """Each weight's fraction of their sum; equal fractions if all are zero (a batch of padding only)."""
-    total: Any = sum(weights, start=0.0)
-    if not isinstance(total, Tensor):
-        return [weight / total if total else 1.0 / len(weights) for weight in weights]
-    return [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
-
-
-def _weighed(loss: Tensor, share: Any) -> Tensor:
-    """A part's loss in that of the whole batch; nothing of a mean over nothing, which is nan."""
-    return torch.where(share != 0, loss * share, 0.0) if isinstance(share, Tensor) else loss * share
-
-
-def _on(weight: Tensor | float, device: torch.device) -> Any:
-    return weight.to(device) if isinstance(weight, Tensor) else float(weight)
+    return ChunkLosses(losses, weights)
 
 
 def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:
@@ -163,3 +136,9 @@ def weight_in(output: Any) -> Any:
         return None
     given = output.get("loss_weight")
     return output.get(FOUND) if given is None else given
+
+
+def losses_in(output: Any) -> list[Tensor]:
+    """The loss that a training step has returned, as a list of at most one; wrappers may pass on a copy of it."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return [loss.detach()] if isinstance(loss, Tensor) else []

@@ -1,23 +1,19 @@
-"""Calls of metrics on replicas: recorded in a step, and made again on the root with the inputs of the whole batch."""
+"""Make calls of metrics, which the parts of a batch have made, once with the inputs of the whole batch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ..core.errors import ConfigError
 from ..core.module_checks import is_metric, why_whole
-from ..core.no_value import PartValues
-from ..core.rng import random_state, swapped_random_state
 from .losses import is_loss
-from .results import are_equal, is_fraction
+from .results import are_equal, combine, is_fraction
 
 
 @dataclass(frozen=True)
@@ -29,74 +25,9 @@ class Call:
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass
-class MetricCalls:
-    """Stands between a replica's step and its metrics.
-
-    Attributes:
-        recorded: the numbers of the metrics whose calls are noted, as they are made again on the root, or may be.
-        whole: of those, the ones whose `update` is called on the root only.
-        calls: what the step called of them, in order.
-        is_open: whether a step runs: `compute` and `reset` would be those of a chunk, and are refused.
-    """
-
-    strategy: str
-    recorded: set[int]
-    whole: set[int]
-    calls: list[Call] = field(default_factory=list)
-    is_open: bool = False
-    values: PartValues = field(default_factory=PartValues)
-    _depth: int = 0
-
-    def watch(self, copy: nn.Module, number: int | None) -> None:
-        """Put this between a metric's copy and those who call it.
-
-        Args:
-            copy: a metric, or a part of one.
-            number: of the root's metric, for `calls`; None for a part of a metric.
-        """
-        for method in ("update", "forward"):
-            own = getattr(copy, method)
-            if method == "forward" and isinstance(copy, Metric):
-                own = partial(self.values.forward, copy, own)
-            call = partial(self.called, method, own, number)
-            vars(copy)[method] = call if number is not None else partial(self.verified, method, copy, call)
-        for method in ("compute", "reset"):
-            vars(copy)[method] = partial(self.verified, method, copy, getattr(copy, method))
-
-    def called(self, method: str, call: Callable[..., Any], number: int | None, *args: Any, **kwargs: Any) -> Any:
-        """Make a call of a metric, and note it where that is asked for."""
-        outermost = self._depth == 0
-        self._depth += 1
-        try:
-            if number is None or number not in self.recorded or not outermost:
-                return call(*args, **kwargs)
-            self.calls.append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
-            if method == "update" and number in self.whole:
-                return None  # the root's is called with the inputs of all replicas
-            with swapped_random_state(random_state()):
-                return call(*args, **kwargs)
-        finally:
-            self._depth -= 1
-
-    def verified(self, method: str, copy: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make a call that is not known for a chunk.
-
-        Raises:
-            ConfigError: a step made it.
-        """
-        if self.is_open and self._depth == 0:
-            raise ConfigError(
-                f"{self.strategy}: {type(copy).__name__}.{method}() was called in a step, where each replica has "
-                "counted its own chunk only. Log the metric itself (self.log('name', metric)), or call it in an epoch "
-                "hook or in training_step_end."
-            )
-        return call(*args, **kwargs)
-
-
 def call_again(
     metrics: Sequence[Metric],
-    replicas: Sequence[MetricCalls],
+    replicas: Sequence[Sequence[Call]],
     sizes: Sequence[int],
     strategy: str,
     losses: Sequence[Tensor],
@@ -112,7 +43,7 @@ def call_again(
     Raises:
         ConfigError: replicas made different calls, or inputs can't be joined; the message names the metric.
     """
-    made = [[(call.metric, call.method) for call in replica.calls] for replica in replicas]
+    made = [[(call.metric, call.method) for call in calls] for calls in replicas]
     for calls in made:
         if calls != made[0]:
             number = next(iter({number for number, _ in set(calls) ^ set(made[0])}), made[0][0][0] if made[0] else 0)
@@ -120,7 +51,7 @@ def call_again(
                 f"{strategy}: {type(metrics[number]).__name__} was not called alike on all replicas, so its value for "
                 "the whole batch isn't known. Call it once per step whatever the samples are, or in training_step_end."
             )
-    for column in zip(*(replica.calls for replica in replicas), strict=True):
+    for column in zip(*replicas, strict=True):
         metric = metrics[column[0].metric]
         args, kwargs = _joined(metric, [call.inputs for call in column], list(sizes), strategy, losses)
         getattr(metric, column[0].method)(*args, **kwargs)
@@ -180,7 +111,7 @@ def _weighted_mean(metric: Metric, inputs: list[Any], sizes: list[int]) -> tuple
     if not isinstance(weights[0], Tensor) and weights != sizes and are_equal(weights):
         return None  # a constant for the whole batch
     total = sum(weights)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (total or 1), total
+    return combine(values, weights, "mean", metric.device), total
 
 
 def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name: str, is_unknown: bool) -> Any:
@@ -197,9 +128,7 @@ def _joined_value(parts: list[Any], sizes: list[int], device: torch.device, name
         return {key: _joined_value(column, sizes, device, name, is_unknown) for key, column in columns.items()}
     if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
         if not is_unknown:
-            return sum(move_data_to_device(part, device) * size for part, size in zip(parts, sizes, strict=True)) / sum(
-                sizes
-            )
+            return combine(parts, sizes, "mean", device)
     elif not isinstance(first, Tensor):
         if parts == sizes:
             return sum(sizes)

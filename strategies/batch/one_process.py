@@ -142,7 +142,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         reader.begin_step()
         if not self._is_verified:
             self._is_verified = True
-            found = verified(self, Views(ranks=False, chunks=True), self._verifies, args, kwargs)
+            found = verified(self, Views(ranks=False, chunks=True), self._verifies, args)
             reader.take(found.plans)
             reader.values.learn("training_step", 0, found.programs, found.constants)
         step = self.layout.step

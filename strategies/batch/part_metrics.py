@@ -1,21 +1,23 @@
 """Count the parts of a batch in copies of a module's metrics, and merge the copies into the metrics after the step."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from ..core.errors import ConfigError
-from ..core.module_checks import metrics_of
-from ..core.no_value import empty_copy
+from ..core.module_checks import is_metric, metrics_of
+from ..core.no_value import PartValues, empty_copy
 from ..core.patching import Replacement, replaced
-from .metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
+from ..core.rng import random_state, swapped_random_state
+from .metric_calls import Call, call_again, outermost_metrics, takes_whole_batches
 from .results import are_equal
 
 _KINDS = (Metric, MetricCollection)
@@ -37,65 +39,52 @@ class PartMetrics:
     part of several others has one copy per part.
 
     Args:
-        module: the module; parts that run on it call its own metrics.
-        num_parts: of a batch, at most.
+        module: the module, whose metrics all parts call.
+        devices: of each part a batch may have; None for where the metrics are.
         strategy: name that begins error messages.
-        part: returns which part runs on the calling thread, of those that call the module's own metrics.
-        copy_of: returns the metric that a part calls in the place of the module's; None if it calls that.
+        part: returns which part runs on the calling thread.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        num_parts: int,
+        devices: Sequence[torch.device | None],
         strategy: str,
         part: Callable[[], int],
-        copy_of: Callable[[int, nn.Module], Any] = lambda i, metric: None,
     ) -> None:
         self._strategy, self._part = strategy, part
         slots = _metric_slots(module)
         self.found = [id(slot) for slot in slots]
         """Identifies the metrics and collections of the module."""
         own = {id(inner): inner for slot in slots for inner in slot.modules()}
-        made = [
-            self._own_copies(slots) if any(copy_of(i, slot) is None for slot in slots) else None
-            for i in range(num_parts)
-        ]
+        made = [_empty_copies(slots, device) for device in devices]
         outermost = {id(metric): metric for slot in slots for metric in outermost_metrics(slot)}
         self._metrics = list(outermost.values())
-        self._copies = [
-            [copy_of(i, metric) if copies is None else copies[id(metric)] for i, copies in enumerate(made)]
-            for metric in self._metrics
-        ]
+        self._copies = [[copies[id(metric)] for copies in made] for metric in self._metrics]
         inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
         self._recorded = set(range(len(self._metrics)))
         """The metrics of which the first step will show whether they are merged, and those that are not."""
         self._whole = {n for n, metric in enumerate(self._metrics) if id(metric) in inside or not _is_mergeable(metric)}
-        self._calls = [MetricCalls(strategy, self._recorded, self._whole) for _ in made]
-        for i, calls in enumerate(self._calls):
-            self._watch(calls, [copies[i] for copies in self._copies])
-        self._originals = {
-            id(copy): metric for metric, copies in zip(self._metrics, self._copies, strict=True) for copy in copies
-        }
+        self._calls: list[list[Call]] = [[] for _ in made]
+        """What the step called of the recorded ones, in order, by part."""
+        self._depths = [0 for _ in made]
+        """In how many calls of metrics, one within the other, each part is."""
+        self._is_open = False
+        """Whether a step runs."""
+        self._part_values = PartValues()
+        for i, copies in enumerate(made):
+            self._watch(i, copies)
         self._values: dict[int, tuple[Any, Metric]] = {}
         self._replaced = [
-            Replacement(inner, method, partial(self._routed, [c and getattr(c[key], method) for c in made]))
+            Replacement(inner, method, partial(self._routed, [getattr(copies[key], method) for copies in made]))
             for key, inner in own.items()
             if isinstance(inner, _KINDS)
             for method in _METHODS
         ]
 
-    @staticmethod
-    def _own_copies(slots: Sequence[nn.Module]) -> dict[int, Any]:
-        """Empty copies of metrics and of all in them, by the identity of the original."""
-        memo: dict[int, Any] = {}
-        with torch.inference_mode(False), torch.no_grad():
-            pairs = [(slot, empty_copy(slot, memo)) for slot in slots]
-        return {id(a): b for slot, copy in pairs for a, b in zip(slot.modules(), copy.modules(), strict=True)}
-
     def _routed(self, copies: Sequence[Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module's metric, in a step that of the running part's copy."""
-        return (copies[self._part()] if self._calls[0].is_open else own)(*args, **kwargs)
+        return (copies[self._part()] if self._is_open else own)(*args, **kwargs)
 
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
@@ -106,9 +95,7 @@ class PartMetrics:
     def counting(self) -> Generator[None]:
         """Have the copies take the calls inside the block, where a step runs that is merged afterwards."""
         try:
-            with ExitStack() as stack:
-                for calls in self._calls:
-                    stack.enter_context(replaced(calls, "is_open", True))
+            with replaced(self, "_is_open", True):
                 yield
         except BaseException:
             self._discard()
@@ -117,15 +104,13 @@ class PartMetrics:
     @contextmanager
     def uncounted(self) -> Generator[None]:
         """Call the module's metrics themselves inside the block."""
-        with replaced(self._calls[0], "is_open", False):
+        with replaced(self, "_is_open", False):
             yield
 
     def original(self, value: Any) -> Any:
-        """Map a copy to the module's metric, and the value of a part to the whole batch's; others stay unchanged."""
-        if isinstance(value, Tensor):
-            found = self._values.get(id(value))
-            return value if found is None else found[1]._forward_cache
-        return self._originals.get(id(value), value)
+        """Map what a metric has returned for a part to the whole batch's value; others stay unchanged."""
+        found = self._values.get(id(value))
+        return value if found is None else found[1]._forward_cache
 
     def merge(self, used: Sequence[int], sizes: Sequence[int], losses: Sequence[Tensor]) -> None:
         """Bring the counts of the copies to the module's metrics, in order, and reset the copies.
@@ -148,15 +133,14 @@ class PartMetrics:
                 updated = [copy for copy in copies if copy._update_count > 0]
                 if updated and number not in self._whole and self._decide(number, metric, updated):
                     _merge(metric, updated)
-            for calls in self._calls:
-                calls.calls = [call for call in calls.calls if call.metric in self._whole]
+            self._calls[:] = [[call for call in calls if call.metric in self._whole] for calls in self._calls]
             call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy, losses)
         self._discard()
 
     def _discard(self) -> None:
         """Reset the copies."""
         for calls in self._calls:
-            calls.calls.clear()
+            calls.clear()
         with torch.inference_mode(False), torch.no_grad():
             for number, copies in enumerate(self._copies):
                 for copy in copies:
@@ -185,14 +169,57 @@ class PartMetrics:
         self._recorded.discard(number)
         return True
 
-    def _watch(self, calls: MetricCalls, copies: Sequence[Any]) -> None:
-        """Watch one part's copies, and the metrics inside them."""
-        for number, copy in enumerate(copies):
-            calls.watch(copy, number)
-        seen = {id(copy) for copy in copies}
-        parts = {id(part): part for copy in copies for part in metrics_of(copy)}
-        for part in (part for key, part in parts.items() if key not in seen):
-            calls.watch(part, None)
+    def _watch(self, part: int, copies: Mapping[int, Any]) -> None:
+        """Stand between one part's copies, with the metrics inside them, and those who call them."""
+        numbers = {id(copies[id(metric)]): number for number, metric in enumerate(self._metrics)}
+        for copy in filter(is_metric, copies.values()):
+            number = numbers.get(id(copy))  # None inside of another metric
+            for method in _METHODS:
+                call = getattr(copy, method)
+                if method == "forward":
+                    call = partial(self._part_values.forward, copy, call)
+                if method in ("update", "forward"):
+                    call = partial(self._called, part, method, number, call)
+                if number is None or method in ("compute", "reset"):
+                    call = partial(self._verified, part, f"{type(copy).__name__}.{method}()", call)
+                vars(copy)[method] = call
+
+    def _called(
+        self, part: int, method: str, number: int | None, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a call of a metric's copy, and note it where that is asked for."""
+        self._depths[part] += 1
+        try:
+            if number not in self._recorded or self._depths[part] > 1:
+                return call(*args, **kwargs)
+            self._calls[part].append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
+            if method == "update" and number in self._whole:
+                return None  # the root's is called with the inputs of all parts
+            with swapped_random_state(random_state()):
+                return call(*args, **kwargs)
+        finally:
+            self._depths[part] -= 1
+
+    def _verified(self, part: int, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that is not known for a part of a batch.
+
+        Raises:
+            ConfigError: a step made it.
+        """
+        if self._is_open and not self._depths[part]:
+            raise ConfigError(
+                f"{self._strategy}: {name} was called in a step, where each replica has counted its own chunk only. "
+                "Log the metric itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end."
+            )
+        return call(*args, **kwargs)
+
+
+def _empty_copies(slots: Sequence[nn.Module], device: torch.device | None) -> dict[int, Any]:
+    """Copies of metrics and of all in them, by the identity of the original."""
+    memo: dict[int, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        pairs = [(slot, empty_copy(slot, memo).to(device)) for slot in slots]
+    return {id(a): b for slot, copy in pairs for a, b in zip(slot.modules(), copy.modules(), strict=True)}
 
 
 def _metric_slots(module: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ number of samples    sum; so is every whole number in lists, but for what is the
 anything else        what it is in all parts
 """
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from ..core.devices import scalar
 from ..core.no_value import no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
@@ -80,7 +82,7 @@ class Joiner:
         if is_listed := is_array(first) or is_sequence(first):
             lengths = self._seen(batches, path, len)
         if word in ("sum", "mean") and (is_array(first) or children(first) is None):
-            return [_weighed(parts, sizes if word == "mean" else None, device) for parts, sizes in batches]
+            return [combine(parts, sizes, word, device) for parts, sizes in batches]
         if word == "shared":
             if not isinstance(first, Tensor) and not all(are_equal(parts) for parts, _ in batches):
                 raise _Unknown("differs between parts, and batch_dims says that it is the same for all samples")
@@ -137,12 +139,12 @@ class Joiner:
     def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
         (first, *others), sizes = batches[0]
         if is_fraction(first):
-            return [_weighed(parts, sizes, device) for parts, sizes in batches]
+            return [combine(parts, sizes, "mean", device) for parts, sizes in batches]
         alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
         if is_whole(first):
             are_samples = not isinstance(first, Tensor) and self._seen(batches, path, float).are_samples
             if (self._appended and (are_samples or not alike)) or (are_samples and self.known[path].vary):
-                return [_weighed(parts, None, device) for parts, _ in batches]
+                return [combine(parts, sizes, "sum", device) for parts, sizes in batches]
             alike = alike and self._appended
         if alike:
             return [parts[0] for parts, _ in batches]
@@ -256,14 +258,35 @@ def _concatenated(parts: Sequence[Any], device: torch.device | None) -> Any:
     return torch.cat([part.to(device or parts[0].device) for part in parts])
 
 
-def _weighed(parts: Sequence[Any], sizes: Sequence[float] | None, device: torch.device | None) -> Any:
-    """The mean over samples, or the sum."""
-    if isinstance(parts[0], Tensor):
-        parts = [part.to(device or parts[0].device) for part in parts]
-    if sizes is not None:
-        parts = [part * size for part, size in zip(parts, sizes, strict=True)]
-    total = sum(parts[1:], start=parts[0])
-    return total if sizes is None else total / sum(sizes)
+def combine(
+    values: Sequence[Any], weights: Sequence[Any], how: str = "mean", device: torch.device | None = None
+) -> Any:
+    """Combine the numbers of parts, or tensors of one shape, to the whole batch's.
+
+    Args:
+        weights: of the parts in a mean; of no weight a value counts for nothing, be it nan; all zero (a batch of
+            padding only) count alike.
+        how: `mean`, `sum`, `max` or `min`.
+        device: where tensors are combined; None for that of the first one.
+    """
+    first = next((value for value in values if isinstance(value, Tensor)), None)
+    if first is not None:
+        place = device or first.device
+        values = [value.to(place) if isinstance(value, Tensor) else scalar(value, place) for value in values]
+        weights = [weight.to(place) if isinstance(weight, Tensor) else weight for weight in weights]
+    if how in ("max", "min"):
+        return getattr(builtins, how)(values) if first is None else getattr(torch.stack([*values]), f"a{how}")(0)
+    if how == "mean":
+        total: Any = sum(weights[1:], start=weights[0])
+        if isinstance(total, Tensor):
+            shares = [torch.where(total == 0, 1.0 / len(weights), weight / total) for weight in weights]
+            values = [torch.where(share != 0, value * share, 0.0) for value, share in zip(values, shares, strict=True)]
+        elif first is None and total:
+            return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
+        else:
+            shares = [weight / total if total else 1.0 / len(weights) for weight in weights]
+            values = [value * share for value, share in zip(values, shares, strict=True)]
+    return sum(values[1:], start=values[0])
 
 
 def _has_lengths(result: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler
 from ..core.errors import ConfigError
 from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
-from .samples import FewSamples, LoaderEvidence
+from .samples import FewSamples, loaders_in
 from .structure import BatchStructure
 from .tree import option_key
 
@@ -45,28 +45,32 @@ class RunStructures:
         """
         key = (_stage(trainer), dataloader_idx)
         if key not in self._batches:
-            evidence = loader_evidence(trainer, dataloader_idx)
-            self.verify_combined(evidence.loader, trainer.num_training_batches if trainer.training else math.inf)
-            self._batches[key] = _of_stream(evidence) or self._settled(
-                BatchStructure(self.options, evidence), trainer, dataloader_idx
-            )
+            loader: Any = getattr(trainer._active_loop, "_combined_loader", None)
+            if isinstance(loader, CombinedLoader) and loader._mode == "sequential":
+                loader = loader.flattened[dataloader_idx]
+            self.verify_combined(loader, trainer.num_training_batches if trainer.training else math.inf)
+            loaders = [((), None)] if _has_hooks(trainer) else loaders_in(loader)
+            # of a stream that ranks read together the whole batches show more than a part of one sample
+            known = getattr(loaders[0][1], "structure", None) if [path for path, _ in loaders] == [()] else None
+            self._batches[key] = known or self._new(loaders, trainer, dataloader_idx)
         return self._batches[key]
 
-    def _settled(self, structure: BatchStructure, trainer: pl.Trainer, loader: int) -> BatchStructure:
-        """Show a structure batches of two sizes, if samples can be chosen; else the first batch decides."""
+    def _new(self, loaders: Sequence[tuple[Any, Any]], trainer: pl.Trainer, index: int) -> BatchStructure:
+        """Make a structure of batches of two sizes, if samples can be chosen; else the first batch decides."""
+        structure = BatchStructure(self.options, loaders)
         with suppress(Exception):  # code of the user's, on other batches than it is made for
-            few = FewSamples(trainer.lightning_module, trainer._active_loop, loader, _TRIED, repeats=True)
+            few = FewSamples(trainer.lightning_module, trainer._active_loop, index, _TRIED, repeats=True)
             device = trainer.strategy.root_device
             structure.settle({j: few.batch(0, j, device) for j in (_TRIED, _TRIED - 1)})
         return structure
 
     def of_stream(self, loader: Any) -> BatchStructure:
         """The structure of a loader's batches before any hook has seen them."""
-        return BatchStructure(self.options, LoaderEvidence(loader))
+        return BatchStructure(self.options, loaders_in(loader))
 
     def of_inputs(self, name: str) -> BatchStructure:
         """The structure of the inputs of a part of the module, `(args, kwargs)`."""
-        return BatchStructure(self.options, None, ((), (0,)), f"inputs of {name}", prefix=("submodule",))
+        return BatchStructure(self.options, structures=((), (0,)), root=f"inputs of {name}", prefix=("submodule",))
 
     def of_results(self, step: str, dataloader_idx: int = 0) -> ResultStructure:
         """The structure of what a step returns; errors call it by the step's name."""
@@ -96,7 +100,7 @@ class RunStructures:
         """
         loaders = [
             (path, sizes)
-            for path, loader in LoaderEvidence(combined).loaders()
+            for path, loader in loaders_in(combined)
             if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
         for step, now in steps_side_by_side(combined, loaders, limit):
@@ -157,28 +161,10 @@ def _stage(trainer: pl.Trainer) -> str:
     return "train" if trainer.training else "test" if trainer.testing else "predict"
 
 
-def loader_evidence(trainer: pl.Trainer, dataloader_idx: int = 0) -> LoaderEvidence:
-    """What the loader of the batch in hand shows, and the hooks that see its batches."""
-    combined: Any = getattr(trainer._active_loop, "_combined_loader", None)
-    loader = combined
-    if isinstance(combined, CombinedLoader) and combined._mode == "sequential":
-        loader = combined.flattened[dataloader_idx]
-    return LoaderEvidence(loader, bool(transfer_hooks(trainer)))
-
-
-def transfer_hooks(trainer: pl.Trainer) -> list[str]:
-    """The hooks of the module, or of the data module, that may change a batch before a step sees it."""
+def _has_hooks(trainer: pl.Trainer) -> bool:
+    """Whether hooks of the module, or of the data module, may change a batch before a step sees it."""
     owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
-    return [name for name in _TRANSFER_HOOKS if any(is_overridden(name, owner) for owner in owners)]
-
-
-def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:
-    """What is known of the whole batches of a stream, if ranks read their parts of them from one loader.
-
-    A part may be of one sample, which leaves open what the whole batch has settled.
-    """
-    (path, loader), *others = evidence.loaders()
-    return getattr(loader, "structure", None) if not (path or others or evidence.has_hooks) else None
+    return any(is_overridden(name, owner) for name in _TRANSFER_HOOKS for owner in owners)
 
 
 def _sizes(loader: Any) -> list[list[int]] | None:

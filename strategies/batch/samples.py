@@ -1,10 +1,9 @@
-"""What loaders show of their batches, and a few samples, read by index and collated to batches of any size."""
+"""Read a few samples by index, and collate them to batches of any size."""
 
 import copy
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,47 +12,17 @@ import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import default_collate
 
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Batch, Device
 from .tree import Path, held, walk
 
 
-@dataclass
-class LoaderEvidence:
-    """A loader, or several combined ones, and what becomes of their batches.
-
-    Args:
-        loader: a `DataLoader`, any iterable, or a `CombinedLoader` that puts the batches of several into one.
-        has_hooks: whether hooks may change a batch before the step sees it.
-    """
-
-    loader: Any
-    has_hooks: bool = False
-
-    def paths(self) -> list[Path]:
-        """Where in a batch the loaders' own batches stand; the batch itself where hooks may have moved them."""
-        return [()] if self.has_hooks else [path for path, _ in self.loaders()]
-
-    def is_stacked(self) -> bool:
-        """Whether torch's own collate function made the batches."""
-        return not self.has_hooks and all(
-            isinstance(loader, DataLoader) and loader.collate_fn is default_collate and loader.batch_sampler is not None
-            for _, loader in self.loaders()
-        )
-
-    def batch_size(self) -> int | None:
-        """The samples of a full batch; None where the loader does not say."""
-        sizes = {getattr(loader, "batch_size", None) for _, loader in self.loaders()}
-        size = sizes.pop() if len(sizes) == 1 and not self.has_hooks else None
-        return size if isinstance(size, int) else None
-
-    def loaders(self) -> list[tuple[Path, Any]]:
-        """Where in a batch each loader's own batch stands."""
-        if isinstance(self.loader, CombinedLoader):
-            return [(path, value) for path, value in walk(self.loader.iterables, held) if held(value) is None]
-        return [((), self.loader)]
+def loaders_in(loader: Any) -> list[tuple[Path, Any]]:
+    """Where in a batch the batches of a loader stand, or of those that a `CombinedLoader` puts into one."""
+    if isinstance(loader, CombinedLoader):
+        return [(path, value) for path, value in walk(loader.iterables, held) if held(value) is None]
+    return [((), loader)]
 
 
 class FewSamples:

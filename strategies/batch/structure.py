@@ -4,15 +4,13 @@ a value of a batch of N samples       is
 tensor or array of N rows             cut by rows
 list or tuple of N elements           cut between its elements
 object with `split(sizes)`            cut by itself; so are torch_geometric's batches, by `to_data_list`
-mapping, namedtuple, dataclass        a structure; so are other lists, the batch itself, and N values of several kinds
-                                      that each have N samples: `(x, y)` of two samples
+mapping, namedtuple, dataclass        a structure; so are other lists, and the batch itself
 anything else                         shared: all chunks have it
 
 Where a dataset gives samples by index, batches of 3 and of 2 show what is as long as the samples (`settle`). Else N is
 the number of rows that most tensors outside of lists have, or the loader's `batch_size` if any has as many; of tensors
-that are all in lists the rows, if they have as many (and as `batch_size`), else the length of the lists. What torch's
-own collate function has made is stacked: of lists only those of strings have samples. Of loaders that are read side by
-side each has an N of its own, a multiple of the smallest.
+that are all in lists the rows, if they have as many (and as `batch_size`), else the length of the lists. Of loaders
+that are read side by side each has an N of its own, a multiple of the smallest.
 
 The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) at the first batch holds for
 the whole run; a tensor whose number of rows then becomes another is refused by name.
@@ -27,7 +25,6 @@ from ..core.errors import ConfigError
 from ..core.types import Batch, Chunk, Sizes
 from ._cut import Role, cut
 from .batch_dims import REDUCTIONS, DeclaredDims
-from .samples import LoaderEvidence
 from .tree import (
     Path,
     at,
@@ -59,6 +56,7 @@ def num_samples(batch: Batch) -> int | None:
     return plain_length(batch) if count is None else count
 
 
+_OTHER = -1
 _Reached: TypeAlias = tuple[Path, Any, str | None]
 """A value of a batch: its path, the value, and what is known of it."""
 
@@ -68,7 +66,7 @@ class BatchStructure:
 
     Args:
         options: what `verify_batch_dims` returned.
-        loader: that the batches are from; None if it is not known.
+        loaders: that the batches are from, and where theirs stand in a batch; None for one that is not known.
         structures: paths of what is a structure in any case: what holds the arguments of a call, say.
         root: what errors call the whole.
         prefix: what the paths of options begin with, which have no prefix for batches.
@@ -77,40 +75,43 @@ class BatchStructure:
     def __init__(
         self,
         options: Mapping[str, str] | None = None,
-        loader: LoaderEvidence | None = None,
+        loaders: Sequence[tuple[Path, Any]] = (((), None),),
         structures: Sequence[Path] = (),
         root: str = "batch",
         prefix: Path = (),
     ) -> None:
         self._declared = DeclaredDims(options or {}, prefix)
-        self._paths: list[Path] = [()] if loader is None else loader.paths()
-        self._size = None if loader is None else loader.batch_size()
-        self._is_stacked = loader is not None and loader.is_stacked()
+        self._paths = [path for path, _ in loaders]
+        sizes = {getattr(loader, "batch_size", None) for _, loader in loaders}
+        self._size = size if len(sizes) == 1 and isinstance(size := sizes.pop(), int) else None
         self._structures = {*structures, *(path[:i] for path in self._paths for i in range(len(path)))}
         self._root = root
         self._roles: dict[tuple[Path, bool], Role] = {}
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
-        self._is_long: dict[tuple[Path, bool], bool] = {}
-        """What is as long as the samples, and what is not, as batches of two sizes show it."""
-        self._elsewhere: dict[Path, int] = {}
-        """Tensors that have samples in a later dimension."""
-        self.uncut: list[Path] = []
-        """Tensors with a number of rows that is neither that of the samples nor the same in all batches."""
+        self._shown: dict[tuple[Path, bool], int | None] = {}
+        """The dimension that is samples, as batches of two sizes show it; None for none, `_OTHER` if rows vary else."""
 
     def settle(self, batches: Mapping[int, Batch]) -> None:
         """Learn what is as long as the samples, of batches of given numbers of samples."""
         shapes = [dict(self._shapes(batch)) for batch in batches.values()]
         for key in set[Any].intersection(*map(set, shapes)):
             dims = list(zip(*(shape[key] for shape in shapes), strict=False))
-            are_samples = [list(batches) == list(counts) for counts in dims]
-            self._is_long[key] = are_samples[0]
-            if any(are_samples) and not are_samples[0]:
-                self._elsewhere[key[0]] = are_samples.index(True)
-            if key[1] and not are_samples[0] and len(set(dims[0])) > 1:
-                self.uncut.append(key[0])
-        if not any(self._is_long.values()):  # rows of nodes, say
-            self._is_long, self._elsewhere, self.uncut = {}, {}, []
+            of_samples = [dim for dim, counts in enumerate(dims) if list(batches) == list(counts)]
+            otherwise = _OTHER if key[1] and len(set(dims[0])) > 1 else None
+            self._shown[key] = next(iter(of_samples), otherwise)
+        if 0 not in self._shown.values():  # rows of nodes, say
+            self._shown.clear()
+
+    @property
+    def uncut(self) -> list[Path]:
+        """Tensors with a number of rows that is neither that of the samples nor the same in all batches."""
+        return [path for (path, _), dim in self._shown.items() if dim == _OTHER]
+
+    @property
+    def with_rows(self) -> list[Path]:
+        """Tensors that have one row per sample, as batches of two sizes have shown."""
+        return [path for (path, has_rows), dim in self._shown.items() if has_rows and dim == 0]
 
     def _shapes(self, batch: Batch) -> Iterator[tuple[tuple[Path, bool], Sequence[int]]]:
         for path, value in walk(batch, lambda part: None if splits_itself(part) else children(part)):
@@ -153,8 +154,8 @@ class BatchStructure:
         """
         counts = self._learn(batch)
         num = min(counts.values(), default=1)
-        for path, dim in self._elsewhere.items():
-            if self._declared.word(path) is None:
+        for (path, _), dim in self._shown.items():
+            if dim not in (0, None, _OTHER) and self._declared.word(path) is None:
                 key = self._declared.key(path)
                 raise ConfigError(
                     f"{called(path, self._root)} has samples in dimension {dim}, and batches are cut along dimension "
@@ -232,20 +233,18 @@ class BatchStructure:
         option = self._declared.word(path)
         if option is not None:
             return self._verified(option, value, path)
-        known = self._is_long.get((path, is_array(value)))
-        is_long = len(value) == num if known is None else known
+        known = (path, is_array(value)) in self._shown
+        is_long = self._shown[path, is_array(value)] == 0 if known else len(value) == num
         if is_array(value):
             if is_long:
                 return "rows"
-            if path not in self.uncut:
+            if self._shown.get((path, True)) != _OTHER:
                 self._shared[path] = len(value)
             return "shared"
         if path in self._structures or not is_long or self._declared.names_elements(value, path):
             return "structure"
         if known:
             return "list"
-        if self._is_stacked:
-            return "list" if all(isinstance(element, (str, bytes)) for element in value) else "structure"
         of_all = [num in _lengths(element) for element in value]
         one_kind = len({(type(element), getattr(element, "dtype", None)) for element in value}) == 1
         return "structure" if (any(of_all) if is_batch else all(of_all) and not one_kind) else "list"
@@ -266,10 +265,11 @@ class BatchStructure:
         words = [(part, self._declared.word(place)) for place, part, _ in values]
         if declared := [len(part) for part, word in words if word == ("rows" if is_array(part) else "list")]:
             return declared[0]
-        if long := [length(part) for place, part, _ in values if self._is_long.get((place, is_array(part)))]:
+        if long := [length(part) for place, part, _ in values if self._shown.get((place, is_array(part))) == 0]:
             return long[0]
-        rows = [(count, inside) for _, part, inside in values if (count := _rows(part)) is not None]
-        counts = Counter(count for count, inside in rows if self._is_stacked or not inside)
+        lengths = ((length(part), inside) for _, part, inside in values if not is_sequence(part))
+        rows = [(count, inside) for count, inside in lengths if count is not None]
+        counts = Counter(count for count, inside in rows if not inside)
         are_samples = type(batch) is list and len(batch) == self._size and self._size not in counts
         if counts and not (are_samples and not (len(counts) == 1 and all(map(is_array, batch)))):
             return self._size if self._size in counts else counts.most_common(1)[0][0]
@@ -300,10 +300,6 @@ class BatchStructure:
         if (has_rows := is_array(value)) or is_sequence(value):
             return self._roles.get((path, has_rows), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
-
-
-def _rows(value: Any) -> int | None:
-    return length(value) if is_array(value) or splits_itself(value) else None
 
 
 def _lengths(value: Any) -> Iterator[int | None]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import Semaphore, Thread
 from typing import Any
 
 import torch
@@ -141,6 +142,67 @@ class ThreadState:
                 dtype = self._autocast.get(kind, next(iter(self._autocast.values())))
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
             yield
+
+
+class Turns:
+    """A piece of work in a thread of its own, which runs only while another one waits for it.
+
+    Args:
+        state: what torch knows of the thread that waits.
+        start: starts a thread that calls what it is given with the further arguments.
+
+    Attributes:
+        is_done: whether it has ended.
+        result: what it has returned.
+        error: with what it has failed; None if it has not.
+    """
+
+    def __init__(self, piece: Piece, state: ThreadState, start: Callable[..., Any] | None = None) -> None:
+        self._piece, self._state, self._start = piece, state, start or self._start_thread
+        self._resumed, self._gave_way = Semaphore(0), Semaphore(0)
+        self._has_begun = self._is_left = self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def resume(self) -> None:
+        """Wait until it gives way or has ended."""
+        if self.is_done:
+            return
+        if self._has_begun:
+            self._resumed.release()
+        else:
+            self._has_begun = True
+            self._start(self._run, current_stream(self._piece.device))
+        self._gave_way.acquire()
+
+    def give_way(self) -> None:
+        """Let the other thread go on until it resumes this one, which calls this."""
+        self._gave_way.release()
+        self._resumed.acquire()
+        if self._is_left:
+            raise _LeftError
+
+    def leave(self) -> None:
+        """End it where it waits."""
+        if self._has_begun and not self.is_done:
+            self._is_left = True
+            self.resume()
+
+    def _start_thread(self, *call: Any) -> None:
+        Thread(target=call[0], args=call[1:], name=self._piece.name, daemon=True).start()
+
+    def _run(self, stream: torch.Stream | None) -> None:
+        try:
+            with self._state.entered(self._piece.device, stream):
+                self.result = self._piece.call()
+        except BaseException as exc:  # noqa: BLE001  # raised again in the thread that waits
+            self.error = exc
+        self.is_done = True
+        self._gave_way.release()
+
+
+class _LeftError(BaseException):
+    """Ends work that is given up."""
 
 
 def _raise(error: BaseException) -> Any:

@@ -48,6 +48,9 @@ _ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 _RENAMED = {"verify_loss": "verify"}
 """Options of earlier versions by their present names."""
 
+_GONE = {"loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found."}
+"""Options of earlier versions, and what to do without them."""
+
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -73,6 +76,8 @@ def checked(init: Init) -> Init:
     def checked_init(self: Any, *args: Any, **options: Any) -> None:
         options = {_RENAMED.get(name, name): value for name, value in options.items()}
         hints, before = hints_of(init), getattr(self, "strategy_name", type(self).__name__)
+        for name in options.keys() & _GONE.keys():
+            raise ConfigError(f"{before}: {name} is no longer there. {_GONE[name]}")
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")
         init(self, *args, **options)

@@ -1,23 +1,19 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from ..batch.losses import WeighedLoss
-from ..batch.tree import Path, at, held, walk
+from ..batch.tree import Path, at
 from ..core.errors import ConfigError
 from ..core.types import Batch
 from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
 from .sampling import Share
-
-_BY_CHANCE = 2
-"""Batches in which something else may have as many rows as there are samples."""
 
 
 class RankShares:
@@ -45,8 +41,7 @@ class RankShares:
         self._parts: set[float] = set()
         self.knows_parts = False
         """Whether the first training batch was looked at."""
-        self._rows_at: Path | None = None
-        self._num_fitting = 0
+        self._rows_at: list[Path] = []
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
 
@@ -126,12 +121,13 @@ class RankShares:
         """Look at the training loaders again, which may be other ones."""
         self.knows_parts = False
 
-    def verify_parts(self, loop: Any, batch: Batch) -> None:
+    def verify_parts(self, loop: Any, batch: Batch, with_rows: Callable[[], Sequence[Path]] = tuple) -> None:
         """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
 
         Args:
             loop: of the training.
             batch: this rank's, which must have the samples of its share.
+            with_rows: returns which tensors of a batch are known to have one row per sample; asked at the first batch.
 
         Raises:
             ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
@@ -140,55 +136,30 @@ class RankShares:
         if not self.knows_parts:
             verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
             self.knows_parts = True
-            places = _rows(batch)
-            num = 0 if self.current is None else self.current.num
-            self._rows_at, self._num_fitting = next((place for place in places if places[place] == num), None), 0
+            known = () if self.current is None else with_rows()
+            self._rows_at = [place for place in known if _num_rows(batch, place) == self.num]
         if len(self._parts) > 1:
             raise ConfigError(
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
-
-        if self._rows_at is not None and self.counts:
-            self._verify_rows(batch, self._rows_at)
-
-    def _verify_rows(self, batch: Batch, place: Path) -> None:
-        """Refuse a batch that has lost samples of its share (in `collate_fn`, say), or has others beside them.
-
-        Whatever has had one row per sample in all batches may have had as many by chance: a single sample, or two
-        batches, show nothing.
-        """
-        assert self.current is not None
-        num = self.current.num
-        try:
-            fits = at(batch, place).shape[0] == num
-        except (KeyError, IndexError, AttributeError):  # a batch of another structure
-            fits = False
-        if fits:
-            self._num_fitting += num > 1
-            return
-        self._rows_at = None
-        rows = _rows(batch).get(place)
-        if rows is not None and self._num_fitting > _BY_CHANCE and num not in set(_lengths(batch)):
-            raise ConfigError(
-                f"{self._strategy}: this rank has read {num:g} samples, but their batch has {rows} rows, and all "
-                "batches before had one per sample, so that its loss has no known weight. Have collate_fn and the "
-                "transfer hooks keep all samples, or return "
-                '{"loss": loss, "loss_weight": n} from training_step.'
-            )
+        rows = self.num
+        while self._rows_at and self.counts and rows is not None:
+            rows = _num_rows(batch, self._rows_at[0])
+            if rows == self.num:
+                return
+            self._rows_at.pop(0)  # it had as many by chance
+            if rows is not None and not self._rows_at:
+                raise ConfigError(
+                    f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows} rows, so "
+                    "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "
+                    'return {"loss": loss, "loss_weight": n} from training_step.'
+                )
 
 
-def _lengths(batch: Batch) -> Iterator[int]:
-    """All lengths in a batch, of whatever may be samples there."""
-    for _, part in walk(batch, held):
-        if isinstance(part, Tensor):
-            yield from part.shape
-        elif isinstance(part, PackedSequence):
-            yield int(part.batch_sizes[0])
-        elif isinstance(part, (Mapping, list, tuple)):
-            yield len(part)
-
-
-def _rows(batch: Batch) -> dict[Path, int]:
-    """The rows of the tensors of a batch, by the keys that lead to them."""
-    return {path: len(part) for path, part in walk(batch, held) if isinstance(part, Tensor) and part.dim()}
+def _num_rows(batch: Batch, place: Path) -> int | None:
+    """The rows of a tensor of a batch; None if another one has none there."""
+    try:
+        return at(batch, place).shape[0]
+    except (KeyError, IndexError, AttributeError):  # a batch of another structure
+        return None

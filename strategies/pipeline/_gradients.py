@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..batch.losses import LossReduction, chunk_losses
+from ..batch.losses import chunk_losses
 from ..core.devices import precise_dtype
 from ..core.executor import autocast_types
 from ..core.patching import without_hooks
@@ -41,7 +41,6 @@ class EarlyGradients:
     Args:
         parameters: those that may get gradients.
         sizes: samples per micro-batch.
-        reduction: whether a micro-batch's loss is a mean or a sum.
         strategy: name that begins messages.
         loss_scale: the gradient scaler's, of shape (), so that gradients in half precision don't vanish; None for 1.
         unread: ids of the parameters whose gradients of the last step nobody reads any more.
@@ -49,7 +48,6 @@ class EarlyGradients:
 
     parameters: Sequence[nn.Parameter]
     sizes: Sequence[int]
-    reduction: LossReduction
     strategy: str
     loss_scale: Tensor | None
     unread: AbstractSet[int] = frozenset()
@@ -67,10 +65,9 @@ class EarlyGradients:
         """Keep the loss that a micro-batch has returned until it goes backward; returns its output, detached."""
         if output is None:
             return None
-        found = chunk_losses([output], [self.sizes[microbatch]], self.reduction, self.strategy)
+        found = chunk_losses([output], [self.sizes[microbatch]], self.strategy)
         loss = found.losses[0]
-        if self.reduction == "mean":
-            self._weights[microbatch] = not_zero(found.weights[0])
+        self._weights[microbatch] = not_zero(found.weights[0])
         if loss.requires_grad:
             self._losses[microbatch] = loss
         return {**output, "loss": loss.detach()} if isinstance(output, dict) else output.detach()
@@ -85,7 +82,7 @@ class EarlyGradients:
             self._restoring.enter_context(without_hooks(self.parameters))
             for parameter in self.parameters:
                 parameter.grad = None
-        factor: Any = self._weights[microbatch] / sum(self.sizes) if self.reduction == "mean" else 1.0
+        factor: Any = self._weights[microbatch] / sum(self.sizes)
         if self.loss_scale is not None:
             factor = self.loss_scale.to(loss.device) * _on(factor, loss.device)
         with _without_autocast():
@@ -112,10 +109,8 @@ class EarlyGradients:
         kept, self._losses, self._sums = self._losses, {}, []
         if not kept and not sums:
             return loss
-        factors: list[Any] = [1.0, *(1.0 for _ in kept)]
-        if self.reduction == "mean":
-            total = sum(_on(weight, loss.device) for weight in self._weights)
-            factors = [sum(self.sizes) / total, *(_on(self._weights[i], loss.device) / total for i in kept)]
+        total = sum(_on(weight, loss.device) for weight in self._weights)
+        factors = [sum(self.sizes) / total, *(_on(self._weights[i], loss.device) / total for i in kept)]
         if self.loss_scale is not None:
             factors[0] = factors[0] / self.loss_scale.to(loss.device)
         return _OfTheBatch.apply(loss.detach(), factors, sums, *kept.values(), *parameters)

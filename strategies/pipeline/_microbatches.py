@@ -6,26 +6,20 @@ runs at a time. The work of an accelerator is only queued meanwhile: its devices
 all the same.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from threading import Semaphore
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
-from torch import nn
 from torch.profiler import record_function
-from typing_extensions import override
 
-from ..batch.exact.values import Values
 from ..batch.log_recorder import LogRecorder
-from ..batch.losses import ChunkLosses
-from ..batch.part_metrics import PartMetrics, finds_others
-from ..core.devices import current_stream, is_accelerator
+from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.executor import Executor, Piece, ThreadState, reraised
+from ..core.executor import Executor, Piece, ThreadState, Turns, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
 from ._rehearsal import Rehearsal
@@ -49,9 +43,9 @@ class MicroBatches:
     def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str = "model_parallel") -> None:
         self._layout = layout
         self._state = ModuleState(module, layout.hook_numbers)
-        self.logs = MicroBatchLogs(module, layout.options.num_microbatches, layout.meeting_device)
-        reduction = layout.options.loss_reduction
-        self.rehearsal = Rehearsal(module, layout.devices, reduction, strategy, self.logs.unrecorded)
+        num = layout.options.num_microbatches
+        self.logs = LogRecorder(module, [list(module.modules())] * num, [layout.meeting_device] * num, strategy)
+        self.rehearsal = Rehearsal(module, layout.devices, strategy, self.logs.uncounted)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
@@ -181,90 +175,32 @@ class _Step:
     """
 
     def __init__(self, piece: Piece, state: ThreadState, layout: Stages, pool: ThreadPoolExecutor | None) -> None:
-        self._piece, self._state, self._layout, self._pool = piece, state, layout, pool
+        self._piece, self._state, self._layout = piece, state, layout
         self._stage = 0
-        self._has_begun = self._has_ended = self._is_abandoned = False
-        self._resumed, self._gave_way = Semaphore(0), Semaphore(0)
-        self._error: BaseException | None = None
+        self._turns = None if pool is None else Turns(replace(piece, call=self._call), state, pool.submit)
         self.output: Any = None
 
     def run_through(self, stage: int) -> None:
         """Go on until a stage after this one is to be entered, or to the end."""
-        if self._pool is None:
+        if self._turns is None:
             self.output = self._state.run(self._piece)
-            return
-        if self._has_ended or self._stage > stage:
-            return
-        if self._has_begun:
-            self._resumed.release()
-        else:
-            self._has_begun = True
-            self._pool.submit(self._run, current_stream(self._piece.device))
-        self._gave_way.acquire()
-        if self._error is not None:
-            raise self._error
+        elif self._stage <= stage:
+            self._turns.resume()
+            if self._turns.error is not None:
+                raise self._turns.error
+            self.output = self._turns.result
 
     def abandon(self) -> None:
         """End the step where it waits."""
-        if self._has_begun and not self._has_ended:
-            self._is_abandoned = True
-            self._resumed.release()
-            self._gave_way.acquire()
+        if self._turns is not None:
+            self._turns.leave()
 
     def _enter(self, stage: int) -> None:
         """Give way, in the step, before it enters a stage."""
+        assert self._turns is not None
         self._stage = stage
-        self._gave_way.release()
-        self._resumed.acquire()
-        if self._is_abandoned:
-            raise _AbandonedError
+        self._turns.give_way()
 
-    def _run(self, stream: torch.Stream | None) -> None:
-        try:
-            with self._state.entered(self._piece.device, stream), self._layout.entering(self._enter):
-                self.output = self._piece.call()
-        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-            self._error = exc
-        finally:
-            self._has_ended = True
-            self._gave_way.release()
-
-
-class _AbandonedError(BaseException):
-    """Another micro-batch has failed."""
-
-
-class MicroBatchLogs(LogRecorder):
-    """Logs each name once for the whole batch, though every micro-batch calls `self.log`."""
-
-    def __init__(self, module: nn.Module, num_microbatches: int, device: torch.device) -> None:
-        self._module, self._num = module, num_microbatches
-        self._metrics = self._new_metrics()
-        super().__init__(
-            [list(module.modules())] * num_microbatches, device, lambda value: self._metrics.original(value)
-        )
-
-    def _new_metrics(self) -> PartMetrics:
-        return PartMetrics(self._module, self._num, "model_parallel", lambda: self.part)
-
-    @override
-    @contextmanager
-    def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
-        if finds_others(self._module, self._metrics.found):
-            self._metrics.close()
-            self._metrics = self._new_metrics()
-        with self._metrics.counting(), super().recording(values, step, loader):
-            yield
-
-    def unrecorded(self) -> AbstractContextManager[None]:
-        """Call the metrics inside the block for no micro-batch."""
-        return self._metrics.uncounted()
-
-    @override
-    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        self._metrics.merge(range(len(sizes)), sizes, [] if losses is None else losses.losses)
-        super().replay(sizes, losses)
-
-    def close(self) -> None:
-        """Restore the methods of the module's metrics."""
-        self._metrics.close()
+    def _call(self) -> Any:
+        with self._layout.entering(self._enter):
+            return self._piece.call()

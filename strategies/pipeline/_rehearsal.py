@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..batch.losses import LossReduction, chunk_losses, weight_in
+from ..batch.losses import chunk_losses, weight_in
 from ..batch.whole.meeting import Meeting, seated
 from ..batch.whole.over_batch import Columns, own_rows
 from ..core.devices import current_stream
@@ -59,7 +59,6 @@ class Rehearsal:
     Args:
         module: the placed module.
         devices: of the stages.
-        reduction: whether a micro-batch's loss is a mean or a sum.
         strategy: name that begins messages.
         unrecorded: a context in which metrics are called for no micro-batch.
     """
@@ -68,12 +67,10 @@ class Rehearsal:
         self,
         module: pl.LightningModule,
         devices: Sequence[torch.device],
-        reduction: LossReduction,
         strategy: str,
         unrecorded: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._module, self._devices = module, list(dict.fromkeys(devices))
-        self._reduction: LossReduction = reduction
         self._strategy, self._unrecorded = strategy, unrecorded
         self._is_needed, self._has_run = False, False
         self.draws = False
@@ -129,11 +126,6 @@ class Rehearsal:
             self._rehearse(step)
 
     def _rehearse(self, step: _Step) -> None:
-        if self._reduction == "sum":
-            raise ConfigError(
-                f"{self._strategy}: over_batch computes the whole batch's value, and loss_reduction=sum would add it "
-                "once per micro-batch. Return a mean, with loss_reduction=mean."
-            )
         first, begins = step.begins[:1], list[Any]()
         calls: list[Columns] = []
 
@@ -170,7 +162,7 @@ class Rehearsal:
                     "go backward, and loss_weight tells it afterwards. Leave loss_weight out (what the loss divides by "
                     "is found), or set num_microbatches=1."
                 )
-            given = chunk_losses(outputs, step.sizes, self._reduction, self._strategy).weights
+            given = chunk_losses(outputs, step.sizes, self._strategy).weights
             step.weights = [not_zero(weight) for weight in given]
 
 

@@ -16,8 +16,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..batch.layout import Layout, losses_in
-from ..batch.losses import FOUND
+from ..batch.layout import Layout
+from ..batch.losses import FOUND, losses_in
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
@@ -196,7 +196,7 @@ class StageLayout(Layout):
         assert self._microbatches is not None
         sizes, end = self._sizes(batch), end_of_step(self._module)
         logs, rehearsal = self._microbatches.logs, self._microbatches.rehearsal
-        results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
+        results = self.structures.of_results("training_step")
         meeting = self.stages.meeting_device
         if end is not None:
             sizes = [size for size in results.unequal(sizes) if size]
@@ -206,21 +206,21 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        if end is None and reduction == "mean":
+        if end is None:
             steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
         rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
+        logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
         with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
         rehearsal.end()
+        logs.merge(range(len(sizes)), sizes, outputs)
         if end is not None:
             logs.replay(sizes)
             return end(results.join(outputs, sizes, meeting))
         assert gradients is not None
-        valued, trainer = self.reader.valued(outputs), self._module.trainer
-        is_read = partial(hooked, "on_train_batch_end", trainer, by_user=True)
-        result = logs.combine(outputs, valued, sizes, reduction, self.strategy, results, self._told, is_read)
+        result = logs.combine(outputs, self.reader.valued(outputs), sizes, results)
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}
@@ -236,7 +236,7 @@ class StageLayout(Layout):
         clears = self._clears and module.trainer.accumulate_grad_batches == 1
         unread = set(map(id, optimized)) if clears else set[int]()
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
-        return EarlyGradients(list(parameters), sizes, self.options.loss_reduction, self.strategy, scale, unread)
+        return EarlyGradients(list(parameters), sizes, self.strategy, scale, unread)
 
     @property
     def _batch_structure(self) -> BatchStructure:

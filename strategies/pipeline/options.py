@@ -7,7 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from typing_extensions import TypedDict, override
 
-from ..batch.losses import LossReduction
 from ..core.errors import ConfigError
 from ..core.options import Advice, Count, NotNegative, Options, Positive
 from .schedule import ScheduleName
@@ -28,7 +27,6 @@ class StageArguments(TypedDict, total=False):
     balance: Literal["memory", "time"]
     device_weights: Sequence[float] | None
     profile_activations: bool
-    loss_reduction: LossReduction
     deterministic: bool | None
 
 
@@ -52,7 +50,6 @@ class StageOptions(Options):
             None takes them for equal.
         profile_activations: whether `auto` also counts activations saved for backward, measured without computing
             from the module's `example_input_array`.
-        loss_reduction: reduction of the module's loss: `mean` over samples (or `loss_weight`), or `sum`.
         deterministic: whether every run must be the same, so that no cut is measured (`balance=time`). None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
@@ -69,7 +66,6 @@ class StageOptions(Options):
     balance: Literal["memory", "time"] = "memory"
     device_weights: Sequence[Positive] | None = None
     profile_activations: bool = False
-    loss_reduction: LossReduction = "mean"
     deterministic: bool | None = None
 
     @override

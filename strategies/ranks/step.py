@@ -20,13 +20,14 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verifier import Views, find_evaluated, verified
-from ..batch.layout import SingleLayout, losses_in
-from ..batch.losses import WeighedLoss, loss_weight, weighs_in_loop, weight_in
+from ..batch.layout import SingleLayout
+from ..batch.losses import WeighedLoss, loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
+from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
@@ -179,7 +180,7 @@ class RankStep(StepContract):
     def train(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
-        counts, module, trainer = shares.counts, self._module, self._trainer
+        counts, module = shares.counts, self._module
         assert self.metrics is not None
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
@@ -187,9 +188,9 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified:
-            self._verify(args, kwargs)
+            self._verify(args)
         if not module.automatic_optimization:
-            shares.verify_parts(trainer.fit_loop, args[0])  # the step itself steps the optimizer
+            self._verify_parts(args[0])  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         module_weighs = weight_in(output) is not None
@@ -200,7 +201,7 @@ class RankStep(StepContract):
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
-            shares.verify_parts(trainer.fit_loop, args[0])
+            self._verify_parts(args[0])
         if reader.plan.is_of_samples or not module.automatic_optimization:
             return output
         if not strategy.layout.cut_by:
@@ -209,6 +210,10 @@ class RankStep(StepContract):
             value, weight = part.loss.detach(), torch.tensor(shares.weight)
             shares.weighed_losses.append(WeighedLoss([part.own_loss.detach()], weight, value))
         return reader.valued([output])[0]
+
+    def _verify_parts(self, batch: Batch) -> None:
+        trainer, structures = self._trainer, self._strategy.structures
+        self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
     def verify_early(self, again: bool = False) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
@@ -220,9 +225,9 @@ class RankStep(StepContract):
             self._was_early = True
             self._trainer.fit_loop.setup_data()
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-            self._verify((None, 0) if takes_index else (None,), {}, again)
+            self._verify((None, 0) if takes_index else (None,), again)
 
-    def _verify(self, args: Sequence[Any], options: dict[str, Any], again: bool = False) -> None:
+    def _verify(self, args: Sequence[Any], again: bool = False) -> None:
         """Find out before the first step by what losses divide, on rank 0 for all."""
         strategy, metrics = self._strategy, self.metrics
         assert metrics is not None
@@ -230,7 +235,7 @@ class RankStep(StepContract):
         views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
         with metrics.steps.unrecorded() if is_first else nullcontext():
-            found = verified(strategy, views, self._verifies, args, options, broadcast_object, is_first, again=again)
+            found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
         if found.failed and again:
             self._is_verified = False
             return

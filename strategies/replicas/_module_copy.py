@@ -4,7 +4,6 @@
 References to the module itself (layers in plain lists, bound methods, hooks, closures) become references to the copy.
 """
 
-import copy
 import functools
 import types
 import weakref
@@ -33,7 +32,7 @@ class ModuleCopy:
     Attributes:
         module: the copy.
         pairs: (module of the root, its copy) for every module that is copied one by one. Metrics and collections of
-            torchmetrics bind their own methods, so that they are copied as a whole.
+            torchmetrics are the root's, see `batch/part_metrics.py`.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class ModuleCopy:
         self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
-        self._memo: dict[int, Any] = {}
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy_module(root)
             self._copy_attributes(self.pairs)
@@ -101,7 +99,7 @@ class ModuleCopy:
         if id(original) in self._copies:
             return self._copies[id(original)][1]
         if isinstance(original, (Metric, MetricCollection)):
-            return self._copy_metric(original)
+            return original
         if is_compiler(original):
             compiled: Any = original
             replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
@@ -124,12 +122,6 @@ class ModuleCopy:
 
     def _copy_tensors(self, tensors: Any) -> dict[str, Any]:
         return {key: None if tensor is None else self.copy_tensor(tensor) for key, tensor in tensors.items()}
-
-    def _copy_metric(self, original: Any) -> nn.Module:
-        replica = copy_metric(original, self.device, self._memo)
-        for inner, inner_replica in zip(original.modules(), replica.modules(), strict=True):
-            self._copies[id(inner)] = (inner, inner_replica)
-        return replica
 
     def _translated(self, value: Any) -> Any:
         """Replace references to the root in a value by references to the copy; without any, return the same object."""
@@ -218,17 +210,6 @@ class ModuleCopy:
         function.__kwdefaults__ = value.__kwdefaults__
         function.__dict__.update(value.__dict__)
         return function
-
-
-def copy_metric(metric: Any, device: torch.device, memo: dict[int, Any]) -> Any:
-    """Make an empty copy of a metric or metric collection on a device."""
-    replica = copy.deepcopy(metric, memo).to(device)  # what metrics share, their copies share
-    replica.reset()
-    if isinstance(replica, MetricCollection):
-        # every member keeps its own state, which is merged
-        replica._enable_compute_groups = False
-        replica._groups_checked = False
-    return replica
 
 
 _TRANSLATORS: dict[type, Any] = {

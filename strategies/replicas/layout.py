@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..batch.layout import Layout
-from ..batch.losses import LossReduction, chunk_losses
+from ..batch.losses import chunk_losses
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -26,7 +26,6 @@ from ..core.errors import ConfigError
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
     has_batchnorm,
-    hooked,
     resting_device,
     verify_shapes,
     verify_takes_batches,
@@ -45,7 +44,6 @@ class ReplicaOptions:
     Args:
         strategy: name that begins messages.
         instead: what to set to have no replicas, for messages.
-        loss_reduction: reduction of the module's loss.
         submodule: dotted name of the submodule to replicate; None replicates the whole module.
         copy_frozen: copy parameters without gradients after every optimizer step.
         threads: run replicas in threads; None decides by the devices.
@@ -54,7 +52,6 @@ class ReplicaOptions:
 
     strategy: str = "dp"
     instead: str = "strategy=ddp"
-    loss_reduction: LossReduction = "mean"
     submodule: str | None = None
     copy_frozen: bool = False
     threads: bool | None = None
@@ -231,25 +228,17 @@ class ReplicaLayout(Layout):
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
-        manual, options = self.runner.manual is not None, self.options
+        manual = self.runner.manual is not None
         outputs, sizes = self._run("training_step", batch, rest, 0, structure if end or manual else None)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
             return end(structure.join(outputs, sizes, root))
-        if self.options.loss_reduction == "sum" and self.runner.has_met:
-            raise ConfigError(
-                f"{self.options.strategy}: over_batch computes the whole batch's value, and loss_reduction=sum would "
-                "add it once per replica. Return a mean, with loss_reduction=mean."
-            )
         if manual:
             logs.replay(sizes)
             return structure.join(outputs, sizes, root)
         self.reader.scale()
-        result = logs.combine(
-            outputs, self.reader.valued(outputs), sizes, options.loss_reduction, options.strategy,
-            structure, self._told, partial(hooked, "on_train_batch_end", self._trainer, by_user=True),
-        )  # fmt: skip
+        result = logs.combine(outputs, self.reader.valued(outputs), sizes, structure)
         self.losses = logs.losses
         return result
 
@@ -272,7 +261,7 @@ class ReplicaLayout(Layout):
         outputs, sizes = self._run(name, batch, rest, index, results)
         losses = None
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
-            losses = chunk_losses(outputs, sizes, self.options.loss_reduction, self.options.strategy)
+            losses = chunk_losses(outputs, sizes, self.options.strategy)
         self.runner.logs.replay(sizes, losses)
         joined = results.join(outputs, sizes, self.devices[0])
         if losses is None:
@@ -291,8 +280,7 @@ class ReplicaLayout(Layout):
             sizes, first = [*sizes], next((i for i, size in enumerate(sizes) if size), 0)
             sizes[0], sizes[first] = sizes[first], 0
         chunks = structure.split(batch, sizes)
-        reads = name == "training_step" and results is None and self.options.loss_reduction == "mean"
-        reader = self.reader if reads else None
+        reader = self.reader if name == "training_step" and results is None else None
         arguments = [((chunk, *rest), {}) for chunk in chunks]
         return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
 

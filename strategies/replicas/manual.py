@@ -91,7 +91,7 @@ class ManualSteps:
     ) -> Mapping[int, Any]:
         used = [int(sizes[part]) for part in brought]
         losses = self.reader.weighed(list(brought.values()), used)
-        loss = chunk_losses(losses, used, "mean", self._strategy).combine(self._device)
+        loss = chunk_losses(losses, used, self._strategy).combine(self._device)
         with replaced(self, "_goes_backward", True):
             return self._done_once(partial(own, loss), brought)
 

@@ -15,9 +15,7 @@ from torch import nn
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.values import Values
-from ..batch.layout import losses_in
 from ..batch.log_recorder import LogRecorder
-from ..batch.part_metrics import PartMetrics
 from ..batch.whole.meeting import Meeting
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
@@ -132,7 +130,7 @@ class ReplicaRunner:
             The results of the replicas that were called, in order, each on its own device.
         """
         if self.replicas.refresh():
-            self._metrics.close()
+            self.logs.close()
             self._attach()
         if self.manual is not None:
             self.manual.attend([self.replicas[i] for i in range(len(self.replicas))], self.replicas.follow)
@@ -146,7 +144,7 @@ class ReplicaRunner:
         watching = self._warning_of_lost_attributes(method) if is_first else nullcontext()
         recording = self.logs.recording(values or Values(), method, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
-        with watching, recording, self._metrics.counting(), lists, meeting:
+        with watching, recording, lists, meeting:
             self._in_step = True
             try:
                 outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
@@ -155,8 +153,7 @@ class ReplicaRunner:
         self.has_met = meeting.has_met
         self._meets.setdefault(method, meeting.has_met)
         self.replicas.after_step()
-        losses = [loss for output in outputs for loss in losses_in(output)]
-        self._metrics.merge(used, [sizes[i] for i in used], losses)
+        self.logs.merge(used, [sizes[i] for i in used], outputs)
         return outputs
 
     def close(self) -> None:
@@ -164,18 +161,14 @@ class ReplicaRunner:
         self._executor.shutdown()
         if self.manual is not None:
             self.manual.close()
-        self._metrics.close()
+        self.logs.close()
         self.replicas.close()
 
     def _attach(self) -> None:
         """Set up metrics, logs and gradient sums for new replicas."""
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
-        copy_of = self.replicas.counterpart
-        self._metrics = PartMetrics(
-            self.root, len(self.devices), self.strategy, lambda: 0, lambda i, metric: copy_of(i, metric) if i else None
-        )
-        self.logs = LogRecorder(self.replicas.modules(), self.devices[0], self._metrics.original)
+        self.logs = LogRecorder(self.root, self.replicas.modules(), self.devices, self.strategy)
 
     def _flows(self) -> bool:
         """Whether a backward pass is the batch's: what a step goes backward through itself stays in its replica."""

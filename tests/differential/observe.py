@@ -133,8 +133,6 @@ def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Ca
     if spread.kind == "stock":
         return pl.Trainer(**{name: value for name, value in given.items() if name not in OWN_OPTIONS})
     options = dict(spread.options)
-    if case.returns.train == "sum" and spread.kind in ("dp", "balanced_dp", "model_parallel"):
-        options["loss_reduction"] = "sum"
     if spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["batch_dims"] = reductions(case)
     return Trainer(strategy=KINDS[spread.kind](**options), **given)

@@ -81,9 +81,7 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
     if any(log.value in ("max", "min", "weighted_mean") for log in logs) or "weight" in case.returns.train:
         extras = tuple(name for name in case.batches.extras if name != "unlabelled")
         case = replace(case, batches=replace(case.batches, extras=extras))
-    sums = case.returns.train == "sum"  # `loss_reduction` is an option of one process
-    returns = replace(case.returns, train="tensor") if sums else case.returns
-    return replace(case, net=net, returns=returns, logs=logs)
+    return replace(case, net=net, logs=logs)
 
 
 def _worth_comparing(case: Case, spread: Spread) -> Case:

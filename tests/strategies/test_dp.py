@@ -57,7 +57,7 @@ def test_gradients_of_every_plan_equal_the_whole_batch() -> None:
                 chunks = batch.split(sizes)
                 outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
                 used = [size for size in sizes if size]
-                chunk_losses(outputs, used, "mean", "dp").combine(CPU).backward()
+                chunk_losses(outputs, used, "dp").combine(CPU).backward()
                 for parameter, gradient in zip(module.parameters(), expected, strict=True):
                     assert parameter.grad is not None
                     assert (parameter.grad - gradient).abs().max() <= 1e-10, (num, num_devices, policy)
@@ -561,12 +561,7 @@ class Manual(Net):
     [
         (VectorLoss, DataParallelStrategy, {}, r"returned a loss of shape \(2,\) for a chunk of 2 samples"),
         (Manual, DataParallelStrategy, {"submodule": "net"}, "dp: manual optimization .* Use strategy=ddp"),
-        (
-            Net,
-            DataParallelStrategy,
-            {"loss_reduction": "max"},
-            "loss_reduction=max is not allowed",
-        ),
+        (Net, DataParallelStrategy, {"loss_reduction": "sum"}, "dp: loss_reduction is no longer there. Leave it out"),
         (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
         (Net, BalancedDataParallelStrategy, {"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),
@@ -706,14 +701,6 @@ def test_autocast_reaches_every_replica(threads: bool) -> None:
     assert seen[-3:] == [torch.bfloat16] * 3
 
 
-class Mixed(Net):
-    """Has a loss of which one term is a sum, and another a mean."""
-
-    def loss(self, batch: Any) -> Tensor:
-        losses = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
-        return losses.sum() / 4 + losses.mean()
-
-
 class Predicts(Net):
     """Has a loss that is a sum; what it predicts is a mean."""
 
@@ -724,23 +711,15 @@ class Predicts(Net):
         return self(batch[0]).mean()
 
 
-def test_loss_reduction_says_nothing_of_predictions() -> None:
-    """`loss_reduction=sum` added the chunks' predictions."""
+def test_a_loss_that_is_a_sum_says_nothing_of_predictions() -> None:
+    # the chunks' predictions were added
     case = Case()
     found = []
-    for strategy, devices in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(loss_reduction="sum"), 2)):
+    for strategy, devices in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(), 2)):
         torch.manual_seed(1)
         trainer = make_trainer(case, strategy, devices=devices)
         found.append(torch.stack(trainer.predict(Predicts().double(), case.loader())))  # type: ignore[arg-type]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
-
-
-def test_a_loss_that_is_no_sum_is_refused_with_loss_reduction_sum() -> None:
-    # the sum of the chunks' means was trained
-    case = Case()
-    trainer = make_trainer(case, DataParallelStrategy(loss_reduction="sum"), devices=2)
-    with pytest.raises(ConfigError, match=r"^dp: loss_reduction=sum, but training_step's loss, .*, is a mean"):
-        trainer.fit(Mixed().double(), case.loader(), case.loader())
 
 
 class OwnSteps(pl.LightningModule):

@@ -21,7 +21,7 @@ from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy, Mo
         ({"num_microbatches": 1.5}, "num_microbatches=1.5 is not allowed. Give a whole number >= 1"),
         ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
-        ({"loss_reduction": "max"}, "loss_reduction=max is not allowed. Give mean or sum"),
+        ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
         ({"profile_activations": True}, "profile_activations needs inputs, but Net has no example_input_array"),
     ],
 )

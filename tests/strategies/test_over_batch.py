@@ -286,21 +286,6 @@ def test_micro_batches_that_run_twice_draw_the_same_random_numbers() -> None:
     assert not torch.equal(of_steps[0] == 0, of_steps[1] == 0)
 
 
-class Summed(Base):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return evener.over_batch(lambda z: z.square().sum())(self.net(x))
-
-
-def test_a_sum_of_losses_refuses_a_value_of_the_whole_batch() -> None:
-    strategies = (
-        DataParallelStrategy(loss_reduction="sum"),
-        ModelParallelStrategy(num_microbatches=2, loss_reduction="sum"),
-    )
-    for strategy in strategies:
-        with pytest.raises(ConfigError, match=r"loss_reduction=sum, but .* a value that over_batch computes"):
-            _fit(Summed, strategy, 2)
-
-
 class Failing(Base):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         z = evener.over_batch(lambda z: z.mean())(self.net(x))

@@ -242,7 +242,7 @@ CASES = {
     "groups_and_penalty": Case(GroupsNet),
     "loss_weight": Case(TokenNet),
     "loss_weight_accumulated": Case(TokenNet, num=22, trainer={"accumulate_grad_batches": 2}),
-    "sum": Case(SumNet, strategy={"loss_reduction": "sum"}),
+    "sum": Case(SumNet),
     "dict": Case(DictNet, as_dict),
     "namedtuple": Case(PairNet, as_pair),
     "dataclass": Case(NamedNet, as_named, collate=collate_named),

@@ -97,7 +97,7 @@ class Accumulation:
             self._reader = LossReader("exact_accumulation")
             views, args = Views(ranks=True, chunks=False), (batch, 0)[: 1 + self._takes_index()]
             structure = batch_structure(self.trainer)
-            self._reader.take(verified(strategy, views, False, args, {}, structure=structure).plans)
+            self._reader.take(verified(strategy, views, False, args, structure=structure).plans)
         self._reader.begin_step()
         return self._reader.reading(lambda: loss, 1)()
 

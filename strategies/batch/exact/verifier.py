@@ -145,19 +145,17 @@ class Verifier:
         self._all_evaluates = not self._trains
         self._meets = self._of_ranks = self._fails_in_parts = self._gathers = False
         self._rest: Sequence[Any] = ()
-        self._options: dict[str, Any] = {}
         self._most = _SAMPLES
 
-    def verify(self, batch: Batch, views: Views, rest: Sequence[Any], options: dict[str, Any]) -> Verdict:
+    def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
 
         Args:
             batch: the first one of the run, for loaders whose samples can't be chosen; None if there is none.
             views: how the strategy cuts batches.
             rest: arguments of the step after the batch.
-            options: keyword arguments of the step.
         """
-        self._rest, self._options = rest, options
+        self._rest = rest
         verdict, fewer = Verdict(), False
         try:
             if self._device.type == "meta":
@@ -179,7 +177,7 @@ class Verifier:
             if not (fewer := self._takes_fewer(exc)):
                 self._tell_failure(exc, verdict)
         # once the graphs that the error holds are gone
-        return self.verify(batch, views, rest, options) if fewer else verdict
+        return self.verify(batch, views, rest) if fewer else verdict
 
     def _takes_fewer(self, exc: Exception) -> bool:
         """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
@@ -467,7 +465,10 @@ class Verifier:
                 parameter.requires_grad_(is_trained)
 
     def _run(self, piece: _Piece, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[_Step]:
-        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet."""
+        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet.
+
+        That they do may show only where there are several (`if self.trainer.world_size > 1`).
+        """
         spans = list(itertools.pairwise(places))
         self._fails_in_parts = len(spans) > 1
         ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
@@ -515,7 +516,7 @@ class Verifier:
         def run(batch: Batch) -> None:
             alone = nullcontext() if self._together else _OneRank()
             with alone, here().recorder, here().tape:
-                output: Any = getattr(module, self._step)(batch, *self._rest, **self._options)
+                output: Any = getattr(module, self._step)(batch, *self._rest)
                 output = ended(module, output) if self._trains else output
             here().weight = weight_in(output)
             loss = output.get("loss") if isinstance(output, dict) else output
@@ -711,7 +712,7 @@ class _OneRank(TorchDispatchMode):
 
 
 def verified(
-    strategy: Any, views: Views, verifies: bool, args: Sequence[Any], options: dict[str, Any],
+    strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
     again: bool = False,
 ) -> Verdict:  # fmt: skip
@@ -721,7 +722,6 @@ def verified(
         views: how the strategy cuts batches.
         verifies: whether a module that trains otherwise than on one device is refused.
         args: arguments of the first training step.
-        options: its keyword arguments.
         share: gives all ranks what the first has found.
         is_first: whether this is the first rank.
         structure: cuts batches; None for the strategy's.
@@ -733,18 +733,9 @@ def verified(
     verdict: Verdict | None = None
     if is_first:
         verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
-        verdict = verifier.verify(args[0], views, args[1:], options)
+        verdict = verifier.verify(args[0], views, args[1:])
     found: Verdict = share(verdict)
-    if found.failed and again:
-        return found
-    found = _told(found, is_first, verifies)
-    given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
-    if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
-        raise ConfigError(
-            f"{strategy.strategy_name}: loss_reduction=sum, but training_step's loss, or a term of it, is a mean over "
-            "the batch or a value that over_batch computes. Leave out loss_reduction: what a loss divides by is found."
-        )
-    return found
+    return found if found.failed and again else _told(found, is_first, verifies)
 
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
@@ -777,6 +768,6 @@ def find_evaluated(
         if is_first:
             structure, rest = strategy.structures.of_batch(module.trainer, loader), (0,) * takes_index
             rest += (loader,) * (num_loaders > 1)
-            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest, {})
+            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest)
         found = _told(share(verdict), is_first)
         values.learn(step, loader, found.programs, found.constants)

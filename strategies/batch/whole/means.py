@@ -18,8 +18,8 @@ class EvenerMean(torch.autograd.Function):
         # values with weight 0 count for nothing, be they nan
         counted = values if weight is None else torch.where(weight == 0, 0.0, values * weight)
         precise = torch.promote_types(counted.dtype, torch.float32)
-        inverse = _inverse(normaliser, precise)
-        factor = torch.as_tensor(inverse, dtype=precise, device=values.device)
+        divisor = torch.as_tensor(normaliser, dtype=precise, device=values.device)
+        factor = torch.where(divisor == 0, 0.0, 1 / divisor)
         ctx.save_for_backward(factor if weight is None else weight.to(precise) * factor)
         return (counted.sum(dtype=precise) * factor).to(counted.dtype)
 
@@ -81,10 +81,3 @@ _mean: Any = torch.compiler.disable(_computed)  # the node stays in the graph of
 
 def _apply(values: Tensor, weight: Tensor | None, normaliser: Tensor | float) -> Tensor:
     return EvenerMean.apply(values, weight, normaliser)  # pyright: ignore[reportReturnType]  # untyped in torch
-
-
-def _inverse(normaliser: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    if isinstance(normaliser, Tensor):
-        normaliser = normaliser.to(dtype)
-        return torch.where(normaliser == 0, 0.0, 1 / normaliser)
-    return 1 / normaliser if normaliser else 0.0

@@ -12,15 +12,14 @@ writes have the same order in every run:
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 from typing_extensions import Self
 
-from ...core.devices import current_stream
 from ...core.errors import ConfigError
-from ...core.executor import Piece, ThreadState, reraised
+from ...core.executor import Piece, ThreadState, Turns, reraised
 
 Combine: TypeAlias = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 """Makes of what the parts bring, by number, what each of them receives."""
@@ -69,26 +68,8 @@ def seated(place: Any) -> Generator[None]:
         _local.seat = before
 
 
-class _Left(BaseException):
-    """Ends the thread of a part whose step is given up."""
-
-
 class _PartFailed(BaseException):
     """Ends the step of a part because another one has failed."""
-
-
-@dataclass
-class _Helper:
-    """The thread of a part."""
-
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    yielded: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    brought: tuple[str, Any, Combine] | None = None
-    answer: Any = None
-    result: Any = None
-    error: BaseException | None = None
-    is_done: bool = False
-    is_left: bool = False
 
 
 class Meeting:
@@ -108,7 +89,10 @@ class Meeting:
         self.combine = combine
         self._given = list(pieces)
         self._num_samples = num_samples
-        self._helpers: dict[int, _Helper] = {}
+        self._helpers: dict[int, Turns] = {}
+        """The parts that have threads."""
+        self._brought: dict[int, tuple[str, Any, Combine]] = {}
+        self._answers: dict[int, Any] = {}
         self._failed: tuple[int, BaseException] | None = None
         self._home = threading.get_ident()
         self.state = ThreadState()
@@ -124,13 +108,13 @@ class Meeting:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for helper in self._helpers.values():
-            if not helper.is_done:
-                helper.is_left = True
-                self._resume(helper)
+            helper.leave()
         if isinstance(error, _PartFailed) and self._failed is not None:
             part, cause = self._failed
             reraised(self._given[part], _raise, cause)
-        self._given.clear()  # batches, which the cycle through `pieces` would keep until it is collected
+        # batches and graphs, which cycles through `pieces` and threads would keep until they are collected
+        for kept in (self._given, self._helpers, self._brought, self._answers):
+            kept.clear()
 
     def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
         """See `Seat.meet`."""
@@ -142,12 +126,9 @@ class Meeting:
                     "the other, not in threads. Call it in the first step, too, or set strategy.threads=false."
                 )
             return self._gather({part: (where, value, combine)})[part]
-        helper.brought = (where, value, combine)
-        helper.yielded.release()
-        helper.turn.acquire()
-        if helper.is_left:
-            raise _Left
-        return helper.answer
+        self._brought[part] = (where, value, combine)
+        helper.give_way()
+        return self._answers[part]
 
     def _run(self, part: int) -> Any:
         """Run a part to its end: in this thread, or in its own if it has one."""
@@ -155,10 +136,9 @@ class Meeting:
         if helper is None:
             return self._seated(part)
         while not helper.is_done:
-            self._resume(helper)
+            helper.resume()
             if not helper.is_done:  # it meets those that are left
-                assert helper.brought is not None
-                helper.answer = self._gather({part: helper.brought})[part]
+                self._answers[part] = self._gather({part: self._brought[part]})[part]
         if helper.error is not None:
             raise helper.error
         return helper.result
@@ -168,17 +148,13 @@ class Meeting:
         self.has_met = True
         (part,) = brought
         for other in range(part + 1, len(self._given)):
-            helper = self._helpers.get(other)
-            if helper is None:
-                helper = self._start(other)
-            elif not helper.is_done:
-                self._resume(helper)
+            helper = self._helpers.get(other) or self._start(other)
+            helper.resume()
             if helper.error is not None:
                 self._failed = (other, helper.error)
                 raise _PartFailed
             if not helper.is_done:
-                assert helper.brought is not None
-                brought[other] = helper.brought
+                brought[other] = self._brought[other]
         where, _, combine = brought[part]
         for other, (place, *_) in brought.items():
             if place != where:
@@ -189,27 +165,13 @@ class Meeting:
         with seated(None):
             answers = combine({other: value for other, (_, value, _) in brought.items()})
         for other in brought.keys() - {part}:
-            self._helpers[other].answer = answers[other]
+            self._answers[other] = answers[other]
         return answers
 
-    def _start(self, part: int) -> _Helper:
-        helper = self._helpers[part] = _Helper()
-        device = self._given[part].device
-        args = (part, helper, current_stream(device))
-        threading.Thread(target=self._work, args=args, name=self._given[part].name, daemon=True).start()
-        helper.yielded.acquire()
-        return helper
-
-    def _work(self, part: int, helper: _Helper, stream: Any) -> None:
-        try:
-            with self.state.entered(self._given[part].device, stream):
-                helper.result = self._seated(part)
-        except _Left:
-            pass
-        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-            helper.error = exc
-        helper.is_done = True
-        helper.yielded.release()
+    def _start(self, part: int) -> Turns:
+        given = self._given[part]
+        self._helpers[part] = Turns(Piece(given.device, given.name, partial(self._seated, part)), self.state)
+        return self._helpers[part]
 
     def _seated(self, part: int) -> Any:
         before, _local.seat = seat(), Seat(self, part, self._num_samples)
@@ -217,10 +179,6 @@ class Meeting:
             return self._given[part].call()
         finally:
             _local.seat = before
-
-    def _resume(self, helper: _Helper) -> None:
-        helper.turn.release()
-        helper.yielded.acquire()
 
 
 def _raise(error: BaseException) -> Any:

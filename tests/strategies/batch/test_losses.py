@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from evener.strategies import ConfigError
-from evener.strategies.batch.losses import ChunkLosses, chunk_losses
+from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.core.devices import broadcast_coalesced
 
 CPU = torch.device("cpu")
 
 
 def test_losses_are_weighted_by_samples() -> None:
-    losses = chunk_losses([torch.tensor(1.0), {"loss": torch.tensor(4.0)}], [2, 1], "mean", "dp")
+    losses = chunk_losses([torch.tensor(1.0), {"loss": torch.tensor(4.0)}], [2, 1], "dp")
     assert losses.combine(CPU).item() == pytest.approx((1 * 2 + 4 * 1) / 3)
 
 
@@ -22,13 +22,9 @@ def test_losses_are_weighted_by_what_the_module_says() -> None:
         {"loss": torch.tensor(1.0), "loss_weight": torch.tensor(30)},
         {"loss": torch.tensor(4.0), "loss_weight": 10},
     ]
-    losses = chunk_losses(outputs, [1, 1], "mean", "dp")
+    losses = chunk_losses(outputs, [1, 1], "dp")
     assert losses.combine(CPU).item() == pytest.approx((1 * 30 + 4 * 10) / 40)
     assert float(losses.total(CPU)) == 40
-
-
-def test_sums_are_summed() -> None:
-    assert ChunkLosses([torch.tensor(1.0), torch.tensor([4.0])], [2.0, 1.0], "sum").combine(CPU).item() == 5
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ def test_sums_are_summed() -> None:
 )
 def test_a_loss_that_is_no_scalar_is_refused(output: Any, found: str) -> None:
     with pytest.raises(ConfigError, match=f"dp: training_step returned a loss of {found} for a chunk of 4 samples"):
-        chunk_losses([output], [4], "mean", "dp")
+        chunk_losses([output], [4], "dp")
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 30, 2**20])

@@ -15,7 +15,6 @@ from pytorch_lightning.utilities import CombinedLoader
 from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import default_collate
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
@@ -28,7 +27,6 @@ from evener.strategies import (
 from evener.strategies.batch.batch_dims import verify_batch_dims
 from evener.strategies.batch.policies import Even
 from evener.strategies.batch.run_structures import RunStructures
-from evener.strategies.batch.samples import LoaderEvidence
 from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.data.loaders import RankLoaders
 from evener.strategies.data.streams import Divided
@@ -378,14 +376,14 @@ def detection(images: int, rows: int) -> Any:
 @pytest.mark.parametrize(("images", "rows", "size"), [(2, 4, 2), (2, 4, 3), (4, 2, 4)])
 def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, rows: int, size: int) -> None:
     """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
-    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=size, collate_fn=list))
-    chunks = BatchStructure(loader=evidence).split(detection(images, rows), [1, images - 1])
+    loaders = [((), DataLoader(Endless(), batch_size=size, collate_fn=list))]
+    chunks = BatchStructure(loaders=loaders).split(detection(images, rows), [1, images - 1])
     assert [[x.shape[0] for x in chunk[0]] for chunk in chunks] == [[rows], [rows] * (images - 1)]
 
 
 def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
-    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=4, collate_fn=list))
-    chunks = BatchStructure(loader=evidence).split({"views": detection(2, 4)[0]}, [1, 3])
+    loaders = [((), DataLoader(Endless(), batch_size=4, collate_fn=list))]
+    chunks = BatchStructure(loaders=loaders).split({"views": detection(2, 4)[0]}, [1, 3])
     assert [[len(view) for view in chunk["views"]] for chunk in chunks] == [[1, 1], [3, 3]]
 
 
@@ -413,10 +411,10 @@ def test_the_convention_says_what_is_cut(name: str) -> None:
 @pytest.mark.parametrize("rows", [3, 2])
 def test_images_of_unequal_sizes_are_samples_in_lists(rows: int) -> None:
     """`tuple(zip(*batch))` of two images of three or two channels, in a loader with batch_size=2."""
-    evidence = LoaderEvidence(DataLoader(Endless(), batch_size=2, collate_fn=list))
+    loaders = [((), DataLoader(Endless(), batch_size=2, collate_fn=list))]
     images = tuple(torch.ones(rows, size, size) for size in (64, 416))
     targets = tuple({"boxes": torch.ones(n, 4), "labels": torch.ones(n)} for n in (3, 3))
-    first, second = BatchStructure(loader=evidence).split((images, targets), [1, 1])
+    first, second = BatchStructure(loaders=loaders).split((images, targets), [1, 1])
     assert [len(part) for part in (*first, *second)] == [1, 1, 1, 1]
     assert (first[0][0].shape[-1], second[0][0].shape[-1]) == (64, 416)
 
@@ -455,15 +453,6 @@ class GraphNet(Net):
 def test_batches_of_graphs_are_cut_between_graphs(strategy: Any) -> None:
     graphs = Samples(*(vectors(1 + i % 3, 4, seed=i) for i in range(7)))
     assert_trains_alike(GraphNet, DataLoader(graphs, 4, collate_fn=Graphs), strategy())
-
-
-def test_what_torch_collates_is_known() -> None:
-    """Two names of each of two samples are two lists of names, not two samples of two names."""
-    samples = [(("a", "b"), [1.0, 2.0]), (("c", "d"), [3.0, 4.0])]
-    structure = BatchStructure(loader=LoaderEvidence(DataLoader(Samples(*samples), 2)))
-    first, second = structure.split(default_collate(samples), [1, 1])
-    assert (first[0], second[0]) == ([("a",), ("b",)], [("c",), ("d",)])
-    assert [row.tolist() for row in second[1]] == [[3.0], [4.0]]
 
 
 @pytest.mark.parametrize(

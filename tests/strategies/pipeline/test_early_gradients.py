@@ -113,7 +113,7 @@ def test_training_equals_one_devices(case: Case, num: int, output_device: Any, s
 def gradients_of(weights: list[Any], scale: Tensor | None = None, factor: float = 1.0) -> tuple[float, float]:
     """Loss and gradient of θ where micro-batch i has the loss (i + 1)·θ, at θ = 1; the last one keeps its graph."""
     theta = nn.Parameter(torch.ones((), dtype=torch.float64))
-    early = EarlyGradients([theta], [1] * len(weights), "mean", "model_parallel", scale)
+    early = EarlyGradients([theta], [1] * len(weights), "model_parallel", scale)
     for i, weight in enumerate(weights):
         early.take(i, {"loss": (i + 1) * theta, "loss_weight": weight})
     for i in range(len(weights) - 1):
@@ -141,7 +141,7 @@ def test_the_scale_of_a_gradient_scaler_is_in_the_micro_batches_and_not_twice() 
 
 def test_gradients_in_half_precision_do_not_vanish() -> None:
     theta = nn.Parameter(torch.ones((), dtype=torch.float16))
-    early = EarlyGradients([theta], [1, 1], "mean", "model_parallel", torch.tensor(2.0**14))
+    early = EarlyGradients([theta], [1, 1], "model_parallel", torch.tensor(2.0**14))
     for i in range(2):
         early.take(i, (theta * 2.0**-12 * 2.0**-12).float())
     early.go_backward(0)
@@ -152,7 +152,7 @@ def test_gradients_in_half_precision_do_not_vanish() -> None:
 
 def test_a_loss_goes_backward_once() -> None:
     theta = nn.Parameter(torch.ones(()))
-    early = EarlyGradients([theta], [1, 1], "sum", "model_parallel", None)
+    early = EarlyGradients([theta], [1, 1], "model_parallel", None)
     early.take(0, theta * 2)
     early.go_backward(0)
     early.collect()

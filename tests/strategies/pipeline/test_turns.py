@@ -63,7 +63,7 @@ def step(
     name: ScheduleName = "1f1b",
     kind: type[Told] = Told,
 ) -> Told:
-    """The second training step of a run; the loss of the batch is the sum of the losses of micro-batches."""
+    """The second training step of a run; the loss of the batch is the mean of those of micro-batches."""
     told: list[Any] = [lambda *_: None]
     module = kind(num_stages, lambda *args: told[-1](*args))
     options = StageOptions(num_microbatches=num_microbatches, schedule=name)
@@ -75,11 +75,11 @@ def step(
     calls = [partial(module.training_step, chunk, 0) for chunk in chunks]
     for _ in range(2):
         module.zero_grad()
-        gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "sum", "model_parallel", None)
+        gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "model_parallel", None)
         runner.rehearsal.begin(names, partial(module.training_step, batch_idx=0), chunks, [1] * num_microbatches)
         losses = runner.run(names, calls, gradients)
         runner.rehearsal.end()
-        gradients.attach(torch.stack(losses).sum()).backward()
+        gradients.attach(torch.stack(losses).mean()).backward()
         told.append(tell)
     runner.close()
     return module
@@ -138,8 +138,8 @@ class Skipping(Told):
 
 def test_a_micro_batch_may_pass_over_a_stage_and_come_back_to_it() -> None:
     module = step(3, 5, lambda *_: None, kind=Skipping)
-    # Σ x·s₀·s₁·s₂² over x = 0, ..., 4
-    assert [float(stage.scale.grad) for stage in module.stages] == [10.0, 10.0, 20.0]
+    # the mean of x·s₀·s₁·s₂² over x = 0, ..., 4
+    assert [float(stage.scale.grad) for stage in module.stages] == [2.0, 2.0, 4.0]
 
 
 class Penalized(Told):
@@ -155,5 +155,5 @@ class Penalized(Told):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_that_a_step_computes_itself_take_no_turns(name: ScheduleName) -> None:
     module = step(2, 4, lambda *_: None, name, kind=Penalized)
-    # d/ds of Σ (x·s·s' + (s·s')²) is Σ (x + 2) over x = 0, 1, 2, 3
-    assert [float(stage.scale.grad) for stage in module.stages] == [14.0, 14.0]
+    # d/ds of the mean of x·s·s' + (s·s')² is that of x + 2 over x = 0, 1, 2, 3
+    assert [float(stage.scale.grad) for stage in module.stages] == [3.5, 3.5]

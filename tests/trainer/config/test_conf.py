@@ -127,7 +127,7 @@ def test_keys_that_checkpoint_policies_share_have_one_default_and_one_explanatio
 def test_inherited_options_are_composed_with_a_file_s_own() -> None:
     assert dict(PACKAGE.options("strategy", "balanced_dp")) == {
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
-        "loss_reduction": "mean", "submodule": None, "copy_frozen": False, "threads": None,
+        "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
         "verify": True,
