@@ -34,8 +34,8 @@ class DDPStrategy(RankStrategy):
         shard_optimizer: cut the optimizers' state over the ranks (ZeRO, stage 1): each updates some of the parameters.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        verify: find out, before the first step, whether the module trains otherwise in parts of a batch than on the whole
-            one, for which at most eight samples of the dataset are tried. False trains it in parts nevertheless.
+        verify: find out, before the first step, whether the module trains otherwise in parts of a batch than on the
+            whole one, for which at most eight samples of the dataset are tried. False trains it in parts nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
             device, BatchNorm and random numbers included, but more slowly. `auto` does so for a module that trains
