@@ -97,9 +97,14 @@ def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = No
     return float(count)
 
 
+def address(tensor: Tensor) -> int:
+    """Where the numbers of a tensor are; 0 for a sparse one, which has no place of its own."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
 def is_loss(value: Any, loss: Tensor) -> bool:
     """Whether a logged value is the loss, or the loss detached."""
-    return isinstance(value, Tensor) and value.numel() == 1 and value.data_ptr() == loss.data_ptr()
+    return isinstance(value, Tensor) and value.numel() == 1 and address(value) == address(loss)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...core.devices import precise_dtype
 from ...core.internals import saved
+from ..losses import address
 
 Number: TypeAlias = Tensor | float
 
@@ -264,7 +265,7 @@ class Recorder(TorchFunctionMode):
             if result.grad_fn is not None:
                 self.values[result.grad_fn] = result
             elif args and isinstance(args[0], Tensor) and getattr(func, "__name__", "") in _CLAMPS:
-                self.clamped[result.data_ptr()] = args[0].detach()
+                self.clamped[address(result)] = args[0].detach()
                 self._kept.append(result)  # its address is not used again
         return result
 
@@ -300,7 +301,7 @@ def probe(losses: Sequence[Tensor], samples: Sequence[int], clamped: Mapping[int
             read = [_normaliser(own, term, float(n), clamped) for own, n in zip(nodes, samples, strict=True)]
             vector = tuple(one for value in read for one in torch.as_tensor(value).double().flatten().tolist())
             by_tensors = [divisor(nodes[0][depth]) for depth, how in term.factors if how == "divisor"]
-            is_clamped = any(isinstance(value, Tensor) and value.data_ptr() in clamped for value in by_tensors)
+            is_clamped = any(isinstance(value, Tensor) and address(value) in clamped for value in by_tensors)
             clamps |= is_clamped
             group = _group(vector, samples, vectors, is_fixed and len(vector) == len(samples))
             if is_clamped or len(vector) > len(samples):  # a number of each class
@@ -543,7 +544,7 @@ def _factor(node: Any, how: str, num: float, clamped: Mapping[int, Tensor]) -> N
         value = divisor(node) if how == "divisor" else node.saved_tensors[int(how.split()[1])]
     if not isinstance(value, Tensor):
         return float(value)
-    value = clamped.get(value.data_ptr(), value) if clamped else value
+    value = clamped.get(address(value), value) if clamped else value
     if value.is_cpu and value.numel() == 1:  # of a Python number: a tensor whose sums would be in the default dtype
         return torch.tensor(value.item(), dtype=torch.float64)
     return value.detach().to(precise_dtype(value.device))

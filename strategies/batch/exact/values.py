@@ -299,7 +299,8 @@ def _is_users(code: CodeType) -> bool:
 
 
 def _address(value: Tensor) -> Any:
-    return (value.data_ptr(), tuple(value.shape)) if type(value) in (Tensor, torch.nn.Parameter) else None
+    known = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return (value.data_ptr(), tuple(value.shape)) if known else None
 
 
 def _small(value: Any) -> Any:

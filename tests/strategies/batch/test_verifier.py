@@ -63,6 +63,18 @@ def test_a_loss_of_pairs_is_refused_in_forty_words_with_its_remedy() -> None:
     assert len(told.split()) <= 40
 
 
+class SparsePairs(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.sparse.mm(torch.eye(len(x), dtype=x.dtype).to_sparse(), self.net(x))
+        return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+def test_a_step_with_a_sparse_matrix_is_compared() -> None:
+    # it "could not be compared": a sparse tensor has no address; and trained otherwise than one device
+    with pytest.raises(ConfigError, match=r"^dp: computed in chunks of 5 and 3 samples, the gradient of net\."):
+        weights(SparsePairs(), DataParallelStrategy())
+
+
 def test_verify_false_trains_it_nevertheless() -> None:
     assert torch.isfinite(weights(Pairs(), DataParallelStrategy(verify=False))).all()
     assert torch.isfinite(weights(Pairs(), DataParallelStrategy(verify_loss=False))).all()  # an earlier name
