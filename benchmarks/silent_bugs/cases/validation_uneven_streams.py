@@ -1,0 +1,28 @@
+"""The mean over a validation whose stream gives one rank seven samples and the other six."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from silent_bugs.case import Case, mean_square, perceptron, rows, square_errors
+from torch.utils.data import IterableDataset
+
+from frameworks.problem import Problem
+
+
+class Shared(IterableDataset[Any]):
+    """Gives each rank its own samples, as a dataset of shards does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from rows(13, seed=1)[int(os.environ.get("RANK", "0")) :: int(os.environ.get("WORLD_SIZE", "1"))]
+
+
+CASE = Case(
+    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/21859",
+    wrong="rounds the number of samples per rank, so that every mean is too large",
+    problem=Problem(
+        perceptron, mean_square, lambda: rows(16), ranks=2, validation=Shared, score=square_errors,
+    ),
+    compare=("val",),
+    without={name: "deals the stream itself" for name in ("accelerate", "transformers", "ignite")},
+)  # fmt: skip
