@@ -19,9 +19,9 @@ import psutil
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from evener.strategies.distributed._barrier import Barrier
 from evener.strategies.distributed._heartbeat import HeartbeatMonitor
 from evener.strategies.distributed._stop import StopAgreement
+from evener.strategies.distributed.store import meet
 
 CONTEXT = multiprocessing.get_context("forkserver")  # torch's threads do not survive a fork of this process
 CONTEXT.set_forkserver_preload(["torch", "evener.strategies.distributed._heartbeat"])
@@ -44,7 +44,11 @@ class Client:
         self.heartbeat = HeartbeatMonitor(
             self.store, rank, num_ranks, StopAgreement(rank, num_ranks, self.store), TIMEOUT_S
         )
-        self.barrier = Barrier(self.store, rank, num_ranks, TIMEOUT_S, self.heartbeat.where)
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def meet(self, place: str) -> None:
+        """Wait for the other ranks, as a barrier does."""
+        meet(self.store, place, self._rank, self._num_ranks, "", TIMEOUT_S)
 
 
 def clients(port: int, ranks: range, num_ranks: int, steps: Any, told: Any) -> None:
@@ -59,7 +63,7 @@ def clients(port: int, ranks: range, num_ranks: int, steps: Any, told: Any) -> N
     for number in range(3):
         steps.wait()
         started = time.perf_counter()
-        threads = [threading.Thread(target=client.barrier.wait, args=(f"place {number}",)) for client in own]
+        threads = [threading.Thread(target=client.meet, args=(f"place {number}",)) for client in own]
         for thread in threads:
             thread.start()
         for thread in threads:

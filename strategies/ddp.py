@@ -1,5 +1,6 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import Unpack
@@ -11,6 +12,7 @@ from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
 from .ranks.arguments import RankArguments
+from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 
@@ -35,6 +37,8 @@ class DDPStrategy(RankStrategy):
         verify: refuse, before the first step, a module that trains otherwise in parts of a batch than on the whole one,
             for which at most eight samples of the dataset are tried. False trains it nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
+        global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
+            device, BatchNorm and random numbers included, but more slowly. See docs/global_view.md.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -58,6 +62,7 @@ class DDPStrategy(RankStrategy):
         recompute: RecomputeOption = "never",
         verify: bool = True,
         compression: Compression | None = None,
+        global_view: bool = False,
         **options: Unpack[RankArguments],
     ) -> None:
         if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
@@ -68,4 +73,22 @@ class DDPStrategy(RankStrategy):
         super().__init__(batch_size_is, batch_dims, recompute, verify=verify, **options)
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
-        self.sync = GradientSync(self, compression_hook(compression))
+        self.global_view = global_view
+        self.sync = WholeBatch(self) if global_view else GradientSync(self, compression_hook(compression))
+        if global_view:
+            self._verify_view(compression, recompute, options)
+
+    def _verify_view(self, compression: object, recompute: object, options: Mapping[str, Any]) -> None:
+        others = {
+            "devices_per_process": self.devices_per_process > 1,
+            "shard_optimizer": self.shard_optimizer,
+            "compression": compression is not None,
+            "recompute": recompute != "never",
+            "sync_batchnorm": bool(options.get("sync_batchnorm")),
+        }
+        given = [name for name, is_given in others.items() if is_given]
+        if given or self.strategy_name != "ddp":
+            raise ConfigError(
+                f"{self.strategy_name}: global_view=true computes the whole batch as strategy=ddp with one device per "
+                f"process does. Leave out {', '.join(given) or 'global_view'}."
+            )

@@ -19,7 +19,7 @@ from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
-from .sharding.whole import gather_tree, holds_shards, shard_like, shard_optimizer_state
+from .sharding.whole import gather_tree, holds_shards, shard_entry, shard_like
 
 GivenWeights = Annotated[
     Sequence[float],
@@ -160,8 +160,9 @@ class FSDPStrategy(RankStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = [
-            shard_optimizer_state(state, [p for group in optimizer.param_groups for p in group["params"]])
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-        ]
+        states: list[dict[str, Any]] = []
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            entries = {i: shard_entry(entry, parameters[i]) for i, entry in state["state"].items()}
+            states.append({**state, "state": entries})
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

@@ -1,5 +1,7 @@
 """The program for the first GPU works, as far as CPUs can show it; its short form runs here."""
 
+import ast
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -75,3 +77,13 @@ def test_a_check_that_fails_or_takes_too_long_is_told(program: Any) -> None:
     )  # fmt: skip
     assert program.run_apart(program.Check("b", hangs, limit_s=0.5), True) == ("failed", "took longer than 0.5 s")
     assert program.run_apart(program.Check("c", dies), True) == ("failed", "ended with status 7")
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPT.parent.glob("*.py")), ids=lambda path: path.name)
+def test_what_benchmarks_import_of_this_package_is_there(path: Path) -> None:
+    # the check of plans imported a function that was gone, which was seen on a GPU only
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "evener":
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name), f"{node.module}.{name.name}"

@@ -40,7 +40,7 @@ from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .checkpoint.clean_points import ExactCheckpoints
 from .config.nearest import did_you_mean
-from .loggers.csv import open_files, refresh_files
+from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explained_errors

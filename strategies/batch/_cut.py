@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from .tree import SHARED, Items, Path, called, children, is_array, is_sequence, option_key, rebuild, splits_itself
+from .tree import SHARED, Items, Path, called, children, is_array, is_sequence, rebuild, splits_itself
 
 Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
 """What a value is: one row per sample, one element per sample, the same for all samples, or a structure of values."""
@@ -33,7 +33,6 @@ def cut(
     if is_listed and role != "structure":
         if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
             raise _refusal(value, called(path, root), f"tensor of layout {value.layout}")
-        _verify_length(value, sum(sizes), root, path)
         return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
     if splits_itself(value) and not is_listed:
         return _cut_by_itself(value, sizes, called(path, root))
@@ -86,18 +85,6 @@ def _cut_by_itself(value: Any, sizes: list[int], name: str) -> list[Any]:
 def _slices(value: Any, sizes: Iterable[int]) -> list[Any]:
     ends = list(accumulate(sizes))
     return [value[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _verify_length(value: Any, num: int, root: str, path: Path) -> None:
-    if len(value) == num:
-        return
-    name, key = called(path, root), option_key(path) or "batch"
-    what = (f"{len(value)} rows", "row") if is_array(value) else (f"{len(value)} elements", "element")
-    raise ConfigError(
-        f"{name} has {what[0]} in a batch of {num} samples, so it can't be cut along dimension 0. Give it one "
-        f"{what[1]} per sample; set strategy.batch_dims={{{key}: none}} to give every device all of it; or put it into "
-        "an object that defines split(sizes)."
-    )
 
 
 def _refusal(value: Any, name: str, what: str | None = None) -> ConfigError:

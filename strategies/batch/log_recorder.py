@@ -1,4 +1,4 @@
-"""Record what modules log on each replica, and log it once for the whole batch."""
+"""Record what modules log on each replica, and log it once for the whole batch, whose result they return."""
 
 import threading
 from collections import Counter
@@ -10,14 +10,17 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 
 from ..core.devices import scalar
 from ..core.errors import ConfigError
 from ..core.module_log import LOG_OPTIONS, module_log, received
+from ..core.no_value import NoValue
 from ..core.patching import replaced
 from .exact.values import Program, Tape, Values
-from .losses import ChunkLosses, is_loss
+from .losses import FOUND, ChunkLosses, LossReduction, chunk_losses, is_loss
+from .results import ResultStructure
 
 _MAX, _MIN = ("max", max, torch.max), ("min", min, torch.min)
 _SUMS = ("sum", sum, torch.sum)
@@ -124,6 +127,62 @@ class LogRecorder:
                 value = of_metric
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
+    def combine(
+        self,
+        outputs: list[Any],
+        valued: list[Any],
+        sizes: Sequence[int],
+        reduction: LossReduction,
+        strategy: str,
+        structure: ResultStructure,
+        told: WarningCache,
+        is_read: Callable[[], bool],
+    ) -> Any:
+        """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
+
+        Args:
+            outputs: one per chunk that has samples.
+            valued: the same, with the losses to be combined.
+            sizes: samples per chunk.
+            reduction: whether a chunk's loss is a mean or a sum.
+            strategy: name that begins error messages.
+            structure: of what `training_step` returns.
+            told: tells once of each key that is left out.
+            is_read: whether a hook of the user's receives the result.
+
+        Returns:
+            A result of the kind that the module returned; None if it skips the batch. A mapping has `loss`, the sum of
+            `loss_weight` if the module returned it and, if they are read, the other values that can be joined. That of
+            a single chunk has all its keys.
+
+        Raises:
+            ConfigError: a loss is missing, or is not a scalar.
+        """
+        if all(output is None for output in outputs):
+            self.replay(sizes)
+            return None
+        losses = chunk_losses(valued, sizes, reduction, strategy)
+        losses.shown = [output["loss"] if isinstance(output, dict) else output for output in outputs]
+        self.replay(sizes, losses)
+        loss = losses.combine(self._device)
+        if not isinstance(outputs[0], dict):
+            return loss
+        result = dict(outputs[0]) if len(outputs) == 1 else {}
+        result["loss"] = loss
+        for weight in outputs[0].keys() & {"loss_weight", FOUND}:
+            result[weight] = losses.total(self._device)
+        if len(outputs) > 1 and is_read():
+            for key, value in _joined_rest(outputs, sizes, self._device, structure).items():
+                if isinstance(value, NoValue):
+                    told.info(
+                        f"{strategy}: training_step's output {key!r} does not reach callbacks: what it is of the whole "
+                        "batch isn't known. Return a tensor with one row per sample, or set strategy.batch_dims="
+                        f"{{training_step.{key}: sum}}, mean, list, 0 or none."
+                    )
+                else:
+                    result[key] = value
+        return result
+
     def _weighed(self, calls: list[_Call], sizes: Sequence[int]) -> tuple[Sequence[int], dict[str, Any]]:
         """The weight of each call in the value of the batch, and the options to log it with."""
         own = [sizes[call.replica] for call in calls]
@@ -218,3 +277,13 @@ class LogRecorder:
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:
     """Keep the value as it is now: `loss += penalty` after `self.log("loss", loss)` must not change it."""
     return value.clone() if options.get("enable_graph") else value.detach().clone()
+
+
+@torch.no_grad()
+def _joined_rest(
+    outputs: list[Any], sizes: Sequence[int], device: torch.device, structure: ResultStructure
+) -> dict[str, Any]:
+    own = ("loss", "loss_weight", FOUND)
+    rest = [{key: value for key, value in output.items() if key not in own} for output in outputs]
+    joined = structure.join(rest, sizes, device)
+    return joined if isinstance(joined, dict) else dict.fromkeys(rest[0], joined)

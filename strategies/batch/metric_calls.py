@@ -1,7 +1,6 @@
 """Calls of metrics on replicas: recorded in a step, and made again on the root with the inputs of the whole batch."""
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -93,18 +92,6 @@ class MetricCalls:
                 "hook or in training_step_end."
             )
         return call(*args, **kwargs)
-
-
-@contextmanager
-def opened(calls: Sequence[MetricCalls]) -> Generator[None]:
-    """Run a step inside the block."""
-    for own in calls:
-        own.is_open = True
-    try:
-        yield
-    finally:
-        for own in calls:
-            own.is_open = False
 
 
 def call_again(

@@ -1,7 +1,7 @@
 """Count the parts of a batch in copies of a module's metrics, and merge the copies into the metrics after the step."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import metrics_of
 from ..core.no_value import empty_copy
 from ..core.patching import Replacement, replaced
-from .metric_calls import MetricCalls, call_again, opened, outermost_metrics, takes_whole_batches
+from .metric_calls import MetricCalls, call_again, outermost_metrics, takes_whole_batches
 from .results import are_equal
 
 _KINDS = (Metric, MetricCollection)
@@ -106,7 +106,9 @@ class PartMetrics:
     def counting(self) -> Generator[None]:
         """Have the copies take the calls inside the block, where a step runs that is merged afterwards."""
         try:
-            with opened(self._calls):
+            with ExitStack() as stack:
+                for calls in self._calls:
+                    stack.enter_context(replaced(calls, "is_open", True))
                 yield
         except BaseException:
             self._discard()

@@ -116,8 +116,8 @@ class Joiner:
         inside = [count for _, count in row_counts(first)]
         if inside and all(count == num for count in inside):
             raise _Unknown(
-                f"is a list of {num:g} values of {num:g} rows each in parts of {num:g} samples: its elements may be "
-                "samples (list), or its rows (0)"
+                f"is a list of {num:g} values of {num:g} rows each in parts of {num:g} samples: "
+                "its elements may be samples (list), or its rows (0)"
             )
         return True
 

@@ -100,11 +100,11 @@ class RunStructures:
             if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
         ]
         for step, now in steps_side_by_side(combined, loaders, limit):
-            path, least = min(now, key=lambda one: _sum(one[1]))
+            path, least = min(now, key=lambda one: sum(one[1]))
             for other, size in now:
-                if any(large % small for large, small in zip(_each(size), _each(least), strict=True) if small):
+                if any(large % small for large, small in zip(size, least, strict=True) if small):
                     raise ConfigError(
-                        f"The combined loaders give {_sum(least)} samples for {option_key(path)!r} and {_sum(size)} "
+                        f"The combined loaders give {sum(least)} samples for {option_key(path)!r} and {sum(size)} "
                         f"for {option_key(other)!r} in step {step}, no multiple, so that both can't be cut alike. "
                         "Give them batch sizes that divide each other and drop_last=True, or set strategy.batch_dims="
                         f"{{{option_key(other)}: none}} to give every device all of it."
@@ -181,20 +181,18 @@ def _of_stream(evidence: LoaderEvidence) -> BatchStructure | None:
     return getattr(loader, "structure", None) if not (path or others or evidence.has_hooks) else None
 
 
-def _sizes(loader: Any) -> list[Any] | None:
-    """Samples of each batch of a loader, by rank if ranks read parts of it; None if they are not known before."""
+def _sizes(loader: Any) -> list[list[int]] | None:
+    """Samples of each batch of a loader, by rank; None if they are not known before."""
     if (of_ranks := getattr(loader, "rank_batches", None)) is not None:
         return of_ranks.part_sizes()
-    return batch_sizes(getattr(loader, "batch_sampler", None))
+    sizes = batch_sizes(getattr(loader, "batch_sampler", None))
+    return None if sizes is None else [[size] for size in sizes]
 
 
 def parts_are_equal(loop: Any) -> bool:
     """Whether the ranks have equal parts of all batches of a loop, as far as is known."""
-    loaders = loop._combined_loader._flattened
-    every = [_sizes(loader) for loader in loaders]
-    return all(
-        sizes is not None and all(isinstance(one, list) and len(set(one)) == 1 for one in sizes) for sizes in every
-    )
+    every = map(_sizes, loop._combined_loader._flattened)
+    return all(sizes is not None and all(len(set(one)) == 1 < len(one) for one in sizes) for sizes in every)
 
 
 def batch_sizes(sampler: Any) -> list[int] | None:
@@ -207,11 +205,3 @@ def batch_sizes(sampler: Any) -> list[int] | None:
         return None
     full, rest = divmod(num, size)
     return [size] * full + ([rest] if rest and not sampler.drop_last else [])
-
-
-def _sum(samples: int | list[int]) -> int:
-    return samples if isinstance(samples, int) else sum(samples)
-
-
-def _each(samples: int | list[int]) -> list[int]:
-    return [samples] if isinstance(samples, int) else samples

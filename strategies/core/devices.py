@@ -150,16 +150,6 @@ def broadcast_coalesced(
             torch._foreach_copy_([target[i] for i in bucket], moved)
 
 
-def move_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Move tensors of one dtype to a device in one transfer.
-
-    Returns:
-        Views of one flat tensor on the device, with the shapes of `tensors`.
-    """
-    flat = to_device(flattened(tensors), device)  # a copy to the CPU must finish before it is read
-    return unflattened(flat, [tensor.shape for tensor in tensors])
-
-
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Put tensors of one dtype one after the other into a new tensor of one dimension."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -11,6 +11,9 @@ import torch
 from .devices import current_stream, is_accelerator, on_device
 from .internals import active_modes, in_modes
 
+MOST_THREADS = 1024
+"""Threads of an executor, at most; one is started only where all others are at work."""
+
 
 def autocast_types() -> list[str]:
     """Device types of this machine. The autocast of the first where it is on goes for those where it is off."""
@@ -45,14 +48,7 @@ class Executor:
 
     def __init__(self, threads: bool | None = None) -> None:
         self._threads = threads
-        self._num_threads = 0
         self._pool: ThreadPoolExecutor | None = None
-
-    def runs_in_threads(self, pieces: Sequence[Piece]) -> bool:
-        """Whether `run` would use threads."""
-        if self._threads is None:
-            return any(is_accelerator(piece.device) for piece in pieces)
-        return self._threads
 
     def run(self, pieces: Sequence[Piece], in_order: bool = False, context: "ThreadState | None" = None) -> list[Any]:
         """Run all pieces.
@@ -67,8 +63,10 @@ class Executor:
         Raises:
             Exception: the error of the first piece that failed; its message names the device and the chunk.
         """
-        context = context or ThreadState()
-        if in_order or len(pieces) == 1 or not self.runs_in_threads(pieces):
+        context, threads = context or ThreadState(), self._threads
+        if threads is None:
+            threads = any(is_accelerator(piece.device) for piece in pieces)
+        if in_order or len(pieces) == 1 or not threads:
             return [reraised(piece, context.run, piece) for piece in pieces]
         return self._run_in_threads(pieces, context)
 
@@ -89,22 +87,16 @@ class Executor:
                         errors[i] = exc
 
         devices = [pieces[queue[0]].device for queue in queues.values()]
-        pool = self._pool_of(len(queues))
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="replica")
         given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
-        threads = [pool.submit(work, *each) for each in given]
+        threads = [self._pool.submit(work, *each) for each in given]
         wait(threads)  # none may still run when an error is raised
         for i in sorted(errors):
             reraised(pieces[i], _raise, errors[i])
         for thread in threads:
             thread.result()
         return results
-
-    def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
-        """A pool with so many threads at least."""
-        if self._pool is None or num_threads > self._num_threads:
-            self.shutdown()
-            self._pool, self._num_threads = ThreadPoolExecutor(num_threads, thread_name_prefix="replica"), num_threads
-        return self._pool
 
     def shutdown(self) -> None:
         """Stop the threads."""

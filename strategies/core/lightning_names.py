@@ -38,16 +38,10 @@ SWITCH = "EVENER_LIGHTNING_ALIAS"
 STANDALONE = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The packages of `pytorch-lightning`, and what the distribution `lightning` calls them."""
 
-FACE = {
-    "Callback": "pytorch_lightning",
-    "Fabric": "lightning_fabric",
-    "LightningDataModule": "pytorch_lightning",
-    "LightningModule": "pytorch_lightning",
-    "Trainer": "pytorch_lightning",
-    "__version__": "pytorch_lightning",
-    "seed_everything": "pytorch_lightning",
-}
-"""What `lightning` itself exports, and the package where it comes from."""
+FACE = (
+    "Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "__version__", "seed_everything",
+)  # fmt: skip
+"""What `lightning` itself exports; `Fabric` comes from lightning_fabric, the others from pytorch_lightning."""
 
 SUPPORTED = ("2.6.6", "2.7")
 """The first supported version of Lightning, and the first that is not, as in pyproject.toml."""
@@ -213,7 +207,8 @@ class _FaceLoader(Loader):
         def get(name: str) -> Any:
             if name not in FACE:
                 raise AttributeError(f"module 'lightning' has no attribute {name!r}")
-            return getattr(importlib.import_module(FACE[name]), name)
+            package = "lightning_fabric" if name == "Fabric" else "pytorch_lightning"
+            return getattr(importlib.import_module(package), name)
 
         vars(module)["__getattr__"] = get
         vars(module)["__all__"] = list(FACE)

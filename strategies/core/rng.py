@@ -41,7 +41,7 @@ def swapped_random_state(state: RandomState) -> Generator[None]:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """Read the state of a device's generator."""
-    return get_rng_state() if device.type == "cpu" else _module(device).get_rng_state(device)
+    return get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def isolated(devices: Sequence[torch.device] = ()) -> Generator[dict[str, Any]]:
 def seed_accelerators(seed: int) -> None:
     """Seed the generators of all accelerators of this machine, as `torch.manual_seed` does; it starts none."""
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
-        _module(accelerator).manual_seed_all(seed)
+        torch.get_device_module(accelerator).manual_seed_all(seed)
 
 
 def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
@@ -154,12 +154,8 @@ def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:
     for i, device in enumerate(dict.fromkeys(devices)):
         if i >= first and device.type != "cpu":
             with on_device(device):
-                _module(device).manual_seed((seed + i) % 2**63)
+                torch.get_device_module(device).manual_seed((seed + i) % 2**63)
 
 
 def _set_generator(device: torch.device, state: torch.Tensor) -> None:
-    torch.set_rng_state(state) if device.type == "cpu" else _module(device).set_rng_state(state, device)
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+    torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)

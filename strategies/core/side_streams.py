@@ -34,11 +34,6 @@ def copies_beside(source: torch.device, target: torch.device) -> bool:
     return source.type == target.type and source != target and has_streams(source)
 
 
-def fills_beside(device: torch.device) -> bool:
-    """Whether copies from the host to a device can run beside its work."""
-    return has_streams(device)
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is torch's own: what others make of it (a fake without memory, say) moves in its own way."""
     return type(tensor) in (Tensor, Parameter)
@@ -84,7 +79,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
     Args:
         device: where they are moved to.
     """
-    if not fills_beside(device):
+    if not has_streams(device):
         return move_data_to_device(batch, device)
     current, incoming = torch.accelerator.current_stream(device), _stream(device, "from the host")
 
@@ -109,7 +104,7 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
 
 def arrival(device: torch.device) -> torch.Event | None:
     """Mark the copies from the host that were started so far; None where they are not made beside the device's work."""
-    return _stream(device, "from the host").record_event() if fills_beside(device) else None
+    return _stream(device, "from the host").record_event() if has_streams(device) else None
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:

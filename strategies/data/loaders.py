@@ -190,7 +190,7 @@ def positions(loader: Any) -> list[int] | None:
     return None if source is None or isinstance(source, Lockstep) else source.passes.current.positions
 
 
-def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any] | None]) -> None:
+def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) -> None:
     """Give rank 0's prediction loop the predictions of all ranks, each once; the others keep their own.
 
     They are in the order of the loader's batches, or one rank's after the other's where each reads its own stream.
@@ -199,7 +199,6 @@ def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any] | 
     for loader, predictions in zip(loaders, loop._predictions, strict=True):
         places = positions(loader)
         known = [(rank, i) if places is None else (places[i], 0) for i in range(len(predictions))]
-        gathered = gather(list(zip(known, predictions, strict=True)))
-        if gathered is not None:
+        if gathered := gather(list(zip(known, predictions, strict=True))):
             in_order = sorted((entry for part in gathered for entry in part), key=itemgetter(0))
             predictions[:] = [prediction for _, prediction in in_order]

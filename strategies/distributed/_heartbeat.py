@@ -133,24 +133,19 @@ class HeartbeatMonitor:
         frame = sys._current_frames().get(self._main)
         return place_of(frame) if frame is not None else ""
 
-    def freeze(self, exc: BaseException) -> None:
-        """Report from now on that this rank has failed, at the line that raised the exception."""
+    def explain(self, exc: BaseException) -> None:
+        """Report a failure to the other ranks; if a peer could not be reached, name that peer in the error instead."""
         frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
         self._failed_at = place_of(frames[-1]) if frames else ""
         RANK_FAILED.set()
+        is_own = not is_about_communication(exc)
         with suppress(RuntimeError):  # the store ended with its host: the others know
             self.store.set(_FAILED, "")
             self.store.set(NEWS, "")
-
-    def tell(self, exc: BaseException) -> None:
-        """Publish the error that this rank failed with."""
-        frames = traceback.extract_tb(exc.__traceback__)
-        own = [frame for frame in frames if not is_library(frame.filename)] or list(frames)
-        where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
-        text = " ".join(str(exc).split())[:300]
-        told = f"{type(exc).__name__}: {text}{where}".encode(errors="backslashreplace").decode()
-        with suppress(RuntimeError):  # as above
-            self.store.set(f"failed/{self.rank}", told)
+            if is_own:
+                self.store.set(f"failed/{self.rank}", _described(exc))
+        if not is_own and (culprits := self.culprits()):
+            exc.args = (f"{culprits} The error on this rank was: {exc}",)
 
     def where(self, rank: int) -> str:
         """Describe what is known of a rank, as the end of a sentence about it."""
@@ -194,6 +189,14 @@ class HeartbeatMonitor:
         if store.check(keys):
             return [Heartbeat(**json.loads(beat)) for beat in store.multi_get(keys)]
         return [Heartbeat(**json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
+
+
+def _described(exc: BaseException) -> str:
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [frame for frame in frames if not is_library(frame.filename)] or list(frames)
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno}, {own[-1].name})" if own else ""
+    text = " ".join(str(exc).split())[:300]
+    return f"{type(exc).__name__}: {text}{where}".encode(errors="backslashreplace").decode()
 
 
 def is_about_communication(exc: BaseException) -> bool:

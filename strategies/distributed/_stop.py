@@ -24,7 +24,8 @@ import torch
 from torch.distributed import Store
 
 from ..core.devices import is_accelerator
-from .store import RankError, poll
+from .objects import gather_objects
+from .store import RankError, meet, poll
 
 NEWS = "news"
 """Set in the store along with a request to stop or a failure, so that ranks need ask for one thing only."""
@@ -51,7 +52,8 @@ class StopAgreement:
 
     Attributes:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
-            calls `due` when it is set.
+            calls `agreed` when it is set.
+        stopped_by: the signal by which all ranks have agreed to stop, if any.
         num_passed: places at which this rank could have ended training, and has gone on.
         num_begun: batches at whose start this rank could have skipped the rest of the epoch, and has gone on.
     """
@@ -66,6 +68,7 @@ class StopAgreement:
         self._devices = [device for device in devices if is_accelerator(device)]
         self.armed = False
         self.signal: int | None = None
+        self.stopped_by: int | None = None
         self._told = False
         self._stops_at: dict[str, int | None] = {}
         self.num_passed = 0
@@ -105,16 +108,20 @@ class StopAgreement:
         """Whether a rank has wished to end training where others went on, so that all end soon."""
         return self._ends_later == self._num_ended
 
-    def ends(self, wished: bool, step: int) -> bool:
+    def ends(self, wished: bool, step: int, at_once: bool = False) -> bool:
         """Whether training ends here; the answer is the same on all ranks at the same place.
 
         Args:
-            wished: this rank's loop would end.
+            wished: this rank's loop would end (`trainer.should_stop`).
             step: as in `due`.
-
-        Raises:
-            RankError: a rank did not come in time.
+            at_once: ranks may wait for each other here, so that all end if one is to; else all do if all are to.
         """
+        if at_once:
+            if ends := any(gather_objects(wished or self.is_ending)):
+                self.have_ended()
+            else:
+                self.num_passed += 1
+            return ends
         name = f"{ENDING}/{self._num_ended}"
         if wished and not self.is_ending:
             missing, going = self._wish(name, self.num_passed + 1)
@@ -140,10 +147,7 @@ class StopAgreement:
         self._num_ended += 1
 
     def skip(self, where: str) -> None:
-        """Learn that all ranks skip the rest of the epoch; called by each that does.
-
-        Args:
-            where: the batch, for messages.
+        """Learn that all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
 
         Raises:
             RankError: another rank goes on with this batch, or did not come in time.
@@ -180,10 +184,16 @@ class StopAgreement:
         return ", ".join(map(str, missing())), ", ".join(map(str, going))
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
-        """Whether to stop now, as `due`, if any rank was asked to; `received` is another way than a signal."""
+        """Whether to stop now, as `due`, if any rank was asked to; called before every micro-batch.
+
+        Args:
+            received: whether this rank was asked to stop by other means than a signal.
+        """
         if received and not self.armed:
             self.request(signal.SIGTERM)
-        return self.armed and self.due(step, stretch)
+        stops = self.armed and self.due(step, stretch)
+        self.stopped_by = self.signal if stops else None
+        return stops
 
     def due(self, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now; the answer is the same on all ranks at the same step.
@@ -206,23 +216,29 @@ class StopAgreement:
         stop = self._stops_at[stretch]
         return stop is not None and step >= stop
 
-    def any_stopped(self, stopped: bool, num_batches: int, stretch: str) -> bool:
-        """Wait for all ranks at the end of a validation: whether one has stopped in it, the same answer on all."""
-        place = f"stop/{stretch}/ended"
-        keys, answer = [f"{place}/{rank}" for rank in range(self.num_ranks)], f"{place}/any"
-        self.store.set(keys[self.rank], str(int(stopped)))
+    def stops_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
+        """Whether all ranks stop within a validation; called after each of its batches, `number` is its own in the run.
 
-        def is_answered() -> bool:
-            if self.rank == 0 and self.store.check(keys):  # it asks for all of them, and tells the others
-                self.store.set(answer, str(int(b"1" in self.store.multi_get(keys))))
-            elif self.armed:  # the others wait for this rank to be armed
+        Args:
+            received: as in `agreed`.
+            num_batches: batches that this rank has finished.
+            ended: these are all of this rank's; then it waits for the others, and all get the same answer.
+        """
+        stretch = f"validation {number}"
+        stops = self.agreed(received, num_batches, stretch)
+        if not (stops or ended):
+            return False
+
+        def arm() -> None:
+            if self.armed:  # the others wait for this rank to be armed
                 self.due(num_batches, stretch)
-            return self.store.check([answer])
 
-        if not poll(is_answered, self.timeout_s):
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])] or [0]
+        place, value = f"stop/{stretch}/ended", str(int(stops and not ended))
+        told, missing = meet(self.store, place, self.rank, self.num_ranks, value, self.timeout_s, arm)
+        if missing:
             raise RankError(
                 f"rank {self.rank} waited {self.timeout_s:g} s at the end of a validation for rank "
                 f"{', '.join(map(str, missing))}."
             )
-        return self.store.get(answer) == b"1"
+        self.stopped_by = self.signal if "1" in told else None
+        return "1" in told

@@ -1,5 +1,6 @@
 """The ranks of a run as one group: begin, sum, wait for each other, stop at one step, name a rank that fails."""
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,12 @@ from torch.distributed import PrefixStore, Work
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
-from ._barrier import Barrier
-from ._heartbeat import HeartbeatMonitor, is_about_communication, place_of
+from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
-from .objects import gather_objects
-from .process_exit import leave_group_at_exit
+from .process_exit import leave_group
 from .reduction import all_reduce
-from .signed_store import SecretCheck, signed
-from .store import attempt, root_store, wait_for
+from .signed_store import secret_check, signed
+from .store import RankError, attempt, meet, root_store, wait_for
 
 PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
@@ -46,23 +45,46 @@ class RankCoordinator:
         self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int, devices: Sequence[torch.device]
     ) -> None:
         global _num_runs
-        rank, num_ranks = environment.global_rank(), environment.world_size()
+        self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
+        self._timeout_s, self._num_waits = timeout_s, 0
         _num_runs += 1
         self.root_store = root_store(environment, timeout_s, num_nodes)
-        store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
-        self.barrier = Barrier(store, rank, num_ranks, timeout_s, lambda other: self.heartbeat.where(other))
-        self.barrier.join(SecretCheck(self.root_store, rank, [0] if rank else range(1, num_ranks)))
-        self.stop_agreement = StopAgreement(rank, num_ranks, store, timeout_s, devices)
-        self.heartbeat = HeartbeatMonitor(store, rank, num_ranks, self.stop_agreement, timeout_s)
+        self._store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
+        self._join(secret_check(self.root_store, rank, [0] if rank else range(1, num_ranks)))
+        self.stopping = StopAgreement(rank, num_ranks, self._store, timeout_s, devices)
+        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, timeout_s)
         self.heartbeat.start()
 
-    def explain(self, exc: BaseException) -> None:
-        """Report a failure to the other ranks; if a peer could not be reached, name that peer in the error instead."""
-        self.heartbeat.freeze(exc)
-        if not is_about_communication(exc):
-            self.heartbeat.tell(exc)
-        elif culprits := self.heartbeat.culprits():
-            exc.args = (f"{culprits} The error on this rank was: {exc}",)
+    def _join(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until all ranks have joined; what `meanwhile` raises ends the wait."""
+        _, missing = meet(self._store, "joined", self._rank, self._num_ranks, "", self._timeout_s, meanwhile)
+        if missing:
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            raise RankError(
+                f"{ranks} did not join within {self._timeout_s:g} s ({self._num_ranks - len(missing)} of "
+                f"{self._num_ranks} did). See the output of that process; if it only needs more time to start, raise "
+                "strategy.timeout_s."
+            )
+
+    def wait(self, place: str) -> None:
+        """Wait until all ranks have reached this place; an error names one that has not, or is at another."""
+        self._num_waits += 1
+        key, before = f"meeting/{self._num_waits}", f"meeting/{self._num_waits - 2}"
+        places, missing = meet(self._store, key, self._rank, self._num_ranks, place, self._timeout_s)
+        if missing:
+            where = "; ".join(f"rank {rank} did not arrive{self.heartbeat.where(rank)}" for rank in missing)
+            raise RankError(
+                f"rank {self._rank} waited {self._timeout_s:g} s at {place!r}: {where}. All ranks must take part "
+                "in collective operations (saving a checkpoint, ending an epoch)."
+            )
+        if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
+            raise RankError(
+                f"rank {self._rank} waits at {place!r}, but {', '.join(apart)}. All ranks must reach the same places "
+                "in the same order."
+            )
+        if self._num_waits > 2:  # all ranks that are here have left the one before the last
+            for own in (self._rank, *(() if self._rank else ("all",))):
+                self._store.delete_key(f"{before}/{own}")
 
 
 class RankGroup:
@@ -83,8 +105,7 @@ class RankGroup:
         self.devices: Sequence[torch.device] = ()
         self.failed = False
         self.coordinator: RankCoordinator | None = None
-        self.stop_signal: int | None = None
-        """The signal by which all ranks have agreed to stop, if any."""
+        self._stopping: StopAgreement | None = None
         self.at_end: Callable[[], None] | None = None
         self._side: dist.ProcessGroup | None = None
         self._verified: set[str] = set()
@@ -98,9 +119,10 @@ class RankGroup:
         Args:
             devices: of this process; NCCL refuses tensors on others than the only one.
         """
-        self.failed, self.stop_signal, self.devices = False, None, devices
+        self.failed, self.devices = False, devices
         self._verified.clear()
         self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes, devices)
+        self._stopping = self.coordinator.stopping
         if not dist.is_initialized():
             dist.init_process_group(
                 backend,
@@ -110,7 +132,8 @@ class RankGroup:
                 timeout=self.timeout,
                 device_id=bound_device(devices, backend),
             )
-            leave_group_at_exit()
+            atexit.unregister(leave_group)  # registered once, however many groups a process has had
+            atexit.register(leave_group)  # whose threads must not outlive what they use
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a run; every rank must call it."""
@@ -132,76 +155,18 @@ class RankGroup:
             return  # it is ending, and its error says why; others may have been told so by now, and sent the signal
         if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
-        self._stopping.request(signum)
-
-    def agree_to_stop(self, received: bool) -> bool:
-        """Whether all ranks stop now, after a signal to any of them; called before every micro-batch once it is armed.
-
-        Args:
-            received: whether this rank was asked to stop by other means than a signal.
-
-        Returns:
-            The same answer on all ranks at the same optimizer step. Nothing is communicated unless a stop was
-            requested.
-        """
-        stops = self._stopping.agreed(received, self._num_steps)
-        self.stop_signal = self._stopping.signal if stops else None
-        return stops
+        self.stopping.request(signum)
 
     @property
-    def _stopping(self) -> StopAgreement:
-        assert self.coordinator is not None
-        return self.coordinator.stop_agreement
+    def stopping(self) -> StopAgreement:
+        """By which the ranks of this run, or the last one, agree on when to stop."""
+        assert self._stopping is not None
+        return self._stopping
 
     @property
-    def _num_steps(self) -> int:
-        assert self.trainer is not None
-        return self.trainer.global_step
-
-    def agree_to_stop_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
-        """Whether all ranks stop within a validation, after a signal to any of them; called after each of its batches.
-
-        Args:
-            received: this rank was asked to stop, other than by a signal.
-            number: the validation's, in this run.
-            num_batches: batches that this rank has finished.
-            ended: these are all of this rank's; then it waits for the others.
-
-        Returns:
-            The same answer on all ranks once they have ended or stopped.
-        """
-        stopping, stretch = self._stopping, f"validation {number}"
-        stops = stopping.agreed(received, num_batches, stretch)
-        if stops or ended:
-            stops = stopping.any_stopped(stops and not ended, num_batches, stretch)
-            self.stop_signal = stopping.signal if stops else None
-        return stops
-
-    def agree_to_end(self, wished: bool, at_once: bool) -> bool:
-        """Whether all ranks end training here, or soon, since one of them is to; called at the same places by all.
-
-        Args:
-            wished: this rank's loop would end (`trainer.should_stop`).
-            at_once: at a place where ranks may wait for each other, all end if one is to. Elsewhere all do if all are
-                to, and nothing is communicated unless a rank wishes.
-
-        Returns:
-            The same answer on all ranks.
-        """
-        stopping = self._stopping
-        if not at_once:
-            return stopping.ends(wished, self._num_steps)
-        ends = any(gather_objects(wished or stopping.is_ending))
-        if ends:
-            stopping.have_ended()
-        else:
-            stopping.num_passed += 1
-        return ends
-
-    def skip_rest(self, batch_idx: int) -> None:
-        """Skip the rest of the epoch from a batch on, as all ranks must."""
-        assert self.trainer is not None
-        self._stopping.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
+    def stop_signal(self) -> int | None:
+        """The signal by which all ranks have agreed to stop, if any."""
+        return None if self._stopping is None else self._stopping.stopped_by
 
     def mean(self, local: Tensor | float) -> Tensor:
         """Compute the mean of a number over the ranks, as DDP does with gradients.
@@ -223,7 +188,7 @@ class RankGroup:
     def wait(self, name: str) -> None:
         """Wait for the other ranks at a place that errors name."""
         if self.coordinator is not None:
-            self.coordinator.barrier.wait(name)
+            self.coordinator.wait(name)
 
     def verify_together(self) -> None:
         """Refuse a call for which ranks need each other, where a line makes it for the first time on some ranks only.
@@ -256,7 +221,7 @@ class RankGroup:
         self.failed = True
         self._side = None  # ending it would wait for failed ranks
         if self.coordinator is not None and not isinstance(exception, SIGTERMException):
-            self.coordinator.explain(exception)
+            self.coordinator.heartbeat.explain(exception)
 
     def end(self) -> None:
         """End the run; every rank must call it."""
@@ -266,8 +231,8 @@ class RankGroup:
         if self.coordinator is not None:
             if not self.failed:
                 self.wait("the end of the run")  # a rank that hangs after the last collective is named
-            if self.coordinator.stop_agreement.armed:
-                self.stop_signal = self.coordinator.stop_agreement.signal  # even if no step was left to stop at
+            if self.stopping.armed:
+                self.stopping.stopped_by = self.stopping.signal  # even if no step was left to stop at
             self.coordinator.heartbeat.end()
             self.coordinator = None
         if self._side is not None:

@@ -94,9 +94,3 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 
 def _device_of(group: Any) -> torch.device | None:
     return torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
-
-
-def gather_on_first(value: Any) -> list[Any] | None:
-    """Gather the values of all ranks on rank 0, in order of rank; None on the others."""
-    gathered = gather_objects(value, only_first=True)
-    return gathered if dist.get_rank() == 0 else None

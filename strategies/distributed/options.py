@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
@@ -90,7 +90,8 @@ def verify_backend(backend: str | None) -> None:
     Raises:
         ConfigError: the backend is unknown or unavailable.
     """
-    there = [name for name in dist.Backend.backend_list if _is_built_in(name)]
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    there = [name for name in known if dist.is_backend_available(name)]
     for part in backend.split(",") if backend else []:
         if part.rpartition(":")[2].lower() not in there:
             raise ConfigError(
@@ -99,22 +100,8 @@ def verify_backend(backend: str | None) -> None:
             )
 
 
-def _is_built_in(name: str) -> bool:
-    is_available: Callable[[], bool] | None = getattr(dist, f"is_{name}_available", None)
-    return name not in ("undefined", "fake") if is_available is None else is_available()
-
-
 UNUSED = "ddp: parameters took no part in the loss: "
 """How torch's error begins once it is rewritten: a sentence for users, of a class of torch's."""
-
-
-def without_gradients(names: Iterable[str]) -> str:
-    """Tell that parameters took no part in the loss, and what to set."""
-    return (
-        f"{UNUSED}{', '.join(names) or 'unknown'}. Set "
-        "strategy.find_unused_parameters=true (or strategy.static_graph=true if they are the same in every step), or "
-        "freeze them with requires_grad_(False)."
-    )
 
 
 def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -130,7 +117,11 @@ def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, T
     indices = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
     named = [parameters[int(i)][0] for i in re.findall(r"\d+", indices[1])] if indices else []
     unused = named or [name for name, parameter in parameters if parameter.grad is None]
-    exc.args = (without_gradients(unused),)
+    exc.args = (
+        f"{UNUSED}{', '.join(unused) or 'unknown'}. Set "
+        "strategy.find_unused_parameters=true (or strategy.static_graph=true if they are the same in every step), or "
+        "freeze them with requires_grad_(False).",
+    )
 
 
 def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:

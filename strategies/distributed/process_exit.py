@@ -143,12 +143,6 @@ def _kill_late(read_end: int, grace_s: float, requests: Collection[int]) -> None
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave_group_at_exit() -> None:
-    """End torch's process group before the interpreter exits: its threads must not outlive what they use."""
-    atexit.unregister(leave_group)  # registered once, however many groups a process has had
-    atexit.register(leave_group)
-
-
 def leave_group() -> None:
     """End torch's process group and its threads, unless a rank has failed, because they would wait for it.
 

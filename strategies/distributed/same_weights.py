@@ -146,10 +146,13 @@ class Agreement:
         plain = {name: p for name, p in named if is_plain(p) and p.is_floating_point() and p.element_size() > 1}
         self._last = {name: _digest_of(parameter) for name, parameter in plain.items()}
         moved, self._written = self._written, []
-        buffers = [_Moved(name, *_digest_of(one), _rounding(one)) for name, one in _computed_buffers(module)]
+        buffers = [
+            _Moved(name, *_digest_of(one), torch.finfo(one.dtype).eps) for name, one in _computed_buffers(module)
+        ]
         for name, (total, norm) in self._last.items():
             before = last.get(name, (0.0, 0.0))
-            moved.append(_Moved(name, total - before[0], norm - before[1], _ROUNDED * _rounding(plain[name]) * norm))
+            rounding = _ROUNDED * torch.finfo(plain[name].dtype).eps * norm
+            moved.append(_Moved(name, total - before[0], norm - before[1], rounding))
         gathered = gather_objects((moved, buffers))
         if (name := _differing([buffers for _, buffers in gathered])) and not self._has_warned:
             self._has_warned = True
@@ -189,10 +192,6 @@ def _computed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             for name, buffer in layer.named_buffers(prefix, recurse=False):
                 if is_plain(buffer) and buffer.is_floating_point() and buffer.element_size() > 1:
                     yield name, buffer
-
-
-def _rounding(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
 
 
 def _differing(ranks: Iterable[Iterable[_Moved]]) -> str | None:

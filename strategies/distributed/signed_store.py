@@ -14,7 +14,7 @@ import hmac
 import itertools
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from torch.distributed import Store
@@ -49,32 +49,27 @@ def _proof(rank: int) -> str:
     return hmac.new(secret.encode(), f"rank {rank}".encode(), hashlib.sha256).hexdigest() if secret else ""
 
 
-class SecretCheck:
-    """Verifies what ranks have announced, as they come; called again and again while this rank waits for them."""
+def secret_check(store: Store, rank: int, others: Iterable[int]) -> Callable[[], None]:
+    """Return what verifies what ranks have announced, as they come; it is called while this rank waits for them.
 
-    def __init__(self, store: Store, rank: int, others: Iterable[int]) -> None:
-        self._store = store
-        self._rank = rank
-        self._left = list(others)
+    Raises:
+        ConfigError: one has another secret than this rank, or one of both has none.
+    """
+    left = list(others)
 
-    def __call__(self) -> None:
-        """Verify the ranks that have come.
-
-        Raises:
-            ConfigError: one has another secret than this rank, or one of both has none.
-        """
-        while self._left and self._store.check([f"secret/{self._left[0]}"]):
-            other = self._left.pop(0)
-            found = self._store.get(f"secret/{other}").decode(errors="replace")
+    def verify() -> None:
+        while left and store.check([f"secret/{left[0]}"]):
+            other = left.pop(0)
+            found = store.get(f"secret/{other}").decode(errors="replace")
             if hmac.compare_digest(found.encode(), _proof(other).encode()):
                 continue
+            has, lacks = (other, rank) if found else (rank, other)
+            what = f"is set on rank {has}, and not on rank {lacks}"
             if os.environ.get(SECRET) and found:
-                what = f"is another one on rank {other} than on rank {self._rank}"
-            else:
-                what = "is set on rank {}, and not on rank {}".format(
-                    *((other, self._rank) if found else (self._rank, other))
-                )
+                what = f"is another one on rank {other} than on rank {rank}"
             raise ConfigError(f"{SECRET} {what}. Set it to the same text on all machines, or on none.")
+
+    return verify
 
 
 class SignedStore:

@@ -1,5 +1,6 @@
 """Open, wait on and leave the key-value store that all ranks share."""
 
+import json
 import logging
 import os
 import socket
@@ -79,8 +80,13 @@ def silence() -> str:
     return ""
 
 
-def host_store() -> TCPStore:
-    """Host the store of ranks that all run on this machine; no other machine can reach it.
+@contextmanager
+def hosted_store() -> Generator[dict[str, str]]:
+    """Host a store for ranks that all run on this machine inside the block; no other machine can reach it.
+
+    Yields:
+        Environment variables that lead the ranks to it, and keep gloo's connections within this machine unless the user
+        has chosen a device.
 
     Raises:
         ConfigError: this machine has no loopback, on which torch would look for it for minutes.
@@ -96,29 +102,11 @@ def host_store() -> TCPStore:
             f"Ranks of one machine meet at {LOOPBACK}, which does not answer here ({exc.strerror or exc}). Bring the "
             f"loopback device up (ip link set {_LOOPBACK_DEVICE} up), or use a strategy of one process."
         ) from exc
-    return TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-def loopback_device() -> dict[str, str]:
-    """Environment variables that keep gloo's connections within this machine, unless the user has chosen a device."""
-    there = os.path.exists(f"/sys/class/net/{_LOOPBACK_DEVICE}")
-    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK_DEVICE)} if there else {}
-
-
-@contextmanager
-def hosted_store() -> Generator[dict[str, str]]:
-    """Host a store for the duration of the block.
-
-    Yields:
-        Environment variables that lead the ranks to it.
-    """
-    store = host_store()
-    yield {
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        **loopback_device(),
-    }
+    store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+    places = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if os.path.exists(f"/sys/class/net/{_LOOPBACK_DEVICE}"):
+        places["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK_DEVICE)
+    yield places
 
 
 def leave_store() -> None:
@@ -194,6 +182,32 @@ def wait_for(
         if said := silence():
             raise RankError(said) from exc
         raise
+
+
+def meet(
+    store: Store,
+    place: str,
+    rank: int,
+    num_ranks: int,
+    value: str,
+    timeout_s: float,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[list[str], list[int]]:
+    """Give a value at a place, a key of the store, and wait for those of all ranks; rank 0 collects them for all.
+
+    Returns:
+        The values, in order of rank, and the ranks that did not come in time, without which there are no values.
+    """
+    keys, answer = [f"{place}/{other}" for other in range(num_ranks)], f"{place}/all"
+    store.set(keys[rank], value)
+    if wait_for(store, [answer] if rank else keys, timeout_s, meanwhile):
+        return [], [other for other, key in enumerate(keys) if not store.check([key])] or [0]
+    if rank:
+        told: list[str] = json.loads(store.get(answer))
+        return told if len(told) > 1 else told * num_ranks, []
+    values = [found.decode() for found in store.multi_get(keys)]
+    store.set(answer, json.dumps(values if len(set(values)) > 1 else values[:1]))
+    return values, []
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:

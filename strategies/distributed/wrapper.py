@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..core.patching import replaced
+
 _IS_TRAINED = attrgetter("requires_grad")
 
 
@@ -24,12 +26,7 @@ def verify_reduced(model: DistributedDataParallel) -> None:
         model.reducer._rebuild_buckets()  # what the next forward begins with
 
 
-def forward_through(
-    wrapper: DistributedDataParallel,
-    step: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a step in the place of the wrapped module's forward; the step itself may call that.
 
     Args:
@@ -48,11 +45,8 @@ def forward_through(
     module: Any = wrapper.module
     if module.automatic_optimization:
         return wrapper._post_forward(output)
-    wrapper.require_backward_grad_sync = False  # each `manual_backward` prepares a reduction of its own
-    try:
+    with replaced(wrapper, "require_backward_grad_sync", False):  # each `manual_backward` prepares a reduction
         return wrapper._post_forward(output)
-    finally:
-        wrapper.require_backward_grad_sync = True
 
 
 class ReducedParameters:

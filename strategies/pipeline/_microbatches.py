@@ -1,11 +1,19 @@
-"""Run a training step in micro-batches, forward and backward: a loop over the tasks of a schedule, on one thread."""
+"""Run a training step in micro-batches, forward and backward: a loop over the tasks of a schedule, on one thread.
+
+Where micro-batches alternate, a step gives way between stages. As it may be anybody's code, it is a coroutine by a
+thread on which it waits. Who calls `run_through` waits until the step comes to a later stage, so that only one of them
+runs at a time. The work of an accelerator is only queued meanwhile: its devices are at work on different micro-batches
+all the same.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from threading import Semaphore
+from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch.profiler import record_function
@@ -15,18 +23,15 @@ from ..batch.exact.values import Values
 from ..batch.log_recorder import LogRecorder
 from ..batch.losses import ChunkLosses
 from ..batch.part_metrics import PartMetrics, finds_others
-from ..core.devices import is_accelerator
+from ..core.devices import current_stream, is_accelerator
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece, ThreadState, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
-from ._part_times import PartTimes
-from ._turns import Interruptible, Whole
+from ._rehearsal import Rehearsal
+from ._time_balance import PartTimes
 from .schedule import ScheduleName, launch_order
 from .stages import Stages
-
-RunAs: TypeAlias = Callable[[int, Callable[[], Any]], Any]
-"""Calls a function for a micro-batch, given by its number."""
 
 
 class MicroBatches:
@@ -37,39 +42,33 @@ class MicroBatches:
     is placed by hand.
 
     Args:
-        module: the placed module, whose steps are watched; None trusts it to keep no state.
+        module: the placed module, whose steps are watched.
+        strategy: name that begins messages.
     """
 
-    def __init__(self, layout: Stages, module: nn.Module | None = None) -> None:
+    def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str = "model_parallel") -> None:
         self._layout = layout
-        self._state = None if module is None else ModuleState(module, layout.hook_numbers)
+        self._state = ModuleState(module, layout.hook_numbers)
+        self.logs = MicroBatchLogs(module, layout.options.num_microbatches, layout.meeting_device)
+        reduction = layout.options.loss_reduction
+        self.rehearsal = Rehearsal(module, layout.devices, reduction, strategy, self.logs.unrecorded)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether stages have different micro-batches at the same time."""
-        layout = self._layout
-        return layout.options.num_microbatches > 1 and layout.num_stages > 1 and layout.plan is not None
 
     def run(
         self,
         names: Sequence[str],
         calls: Sequence[Callable[[], Any]],
         gradients: EarlyGradients | None,
-        run_as: RunAs = lambda _, call: call(),
         meet: Callable[[], None] | None = None,
-        in_order: bool = False,
     ) -> list[Any]:
         """Run one training step per micro-batch, and go backward with all but the last one to do so.
 
         Args:
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
             gradients: collects their gradients; None if their outputs are to keep their graphs.
-            run_as: runs what a micro-batch does in a thread, forward and backward, with its number.
             meet: called when all have been forward, before the first goes backward; None if they need not wait.
-            in_order: run them one after the other.
 
         Returns:
             Their results, in order.
@@ -77,48 +76,45 @@ class MicroBatches:
         Raises:
             Exception: the error of the first one that failed; its message names the micro-batch.
         """
-        device, state = self._layout.devices[0], self._state
-        calls = [partial(run_as, i, partial(self._forward, i, call)) for i, call in enumerate(calls)]
-        if gradients is not None:
-            calls = [partial(_taken, gradients, i, call) for i, call in enumerate(calls)]
-        pieces = [Piece(device, *named) for named in zip(names, calls, strict=True)]
-        with nullcontext() if state is None else state.step():
+        pieces = [
+            Piece(self._layout.devices[0], name, partial(self._forward, i, call, gradients))
+            for i, (name, call) in enumerate(zip(names, calls, strict=True))
+        ]
+        with self._state.step():
             if gradients is None:
                 return Executor(threads=False).run(pieces)
             try:
-                return self._in_turns(pieces, gradients, run_as, meet, in_order)
+                return self._in_turns(pieces, gradients, meet)
             finally:
                 gradients.collect()
 
-    def shutdown(self) -> None:
-        """Stop the threads."""
+    def close(self) -> None:
+        """Stop the threads, and restore the methods of the module's metrics."""
+        self.logs.close()
         if self._pool is not None:
             self._pool.shutdown()
-            self._pool = None
 
     def _in_turns(
-        self,
-        pieces: Sequence[Piece],
-        gradients: EarlyGradients,
-        run_as: RunAs,
-        meet: Callable[[], None] | None,
-        in_order: bool,
+        self, pieces: Sequence[Piece], gradients: EarlyGradients, meet: Callable[[], None] | None
     ) -> list[Any]:
         """Run the tasks of a schedule, but for the last one, which the loss of the batch goes backward through.
 
         That one would add to gradients that are handed out already, if it runs other backward passes within itself.
         """
-        name, num_stages = self._schedule(meet is not None, in_order)
+        name, num_stages = self._schedule(meet is not None)
         order, state = launch_order(name, len(pieces), num_stages), ThreadState()
-        is_watched = self._state is not None and not self._state.is_known
-        if num_stages == 1 and not is_watched and self.times is None and all(map(is_accelerator, self._layout.devices)):
+        if (
+            num_stages == 1
+            and self._state.is_known
+            and self.times is None
+            and all(map(is_accelerator, self._layout.devices))
+        ):
             # these are at work on several micro-batches if all are launched before the first goes backward; gradients
             # are added in the same order as in the first step, which is watched
             order = sorted(order, key=lambda task: task.phase == "B")
-        steps: list[Interruptible | Whole] = [Whole(piece, state) for piece in pieces]
         if num_stages > 1:
             self._pool = self._pool or ThreadPoolExecutor(num_stages, thread_name_prefix="stages")
-            steps = [Interruptible(piece, self._layout.entering, self._pool, state) for piece in pieces]
+        steps = [_Step(piece, state, self._layout, self._pool if num_stages > 1 else None) for piece in pieces]
         try:
             for task in order:
                 number, piece = task.microbatch, pieces[task.microbatch]
@@ -129,8 +125,8 @@ class MicroBatches:
                 if meet is not None:
                     meet()
                     meet = None
-                if task is not order[-1] or (self._state is not None and self._state.nests_backward):
-                    backward = partial(run_as, number, partial(gradients.go_backward, number))
+                if task is not order[-1] or self._state.nests_backward:
+                    backward = partial(self.logs.run, number, partial(gradients.go_backward, number))
                     with record_function(f"B{number}"):
                         reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
         finally:
@@ -138,50 +134,104 @@ class MicroBatches:
                 step.abandon()
         return [step.output for step in steps]
 
-    def _schedule(self, meets: bool, in_order: bool) -> tuple[ScheduleName, int]:
+    def _schedule(self, meets: bool) -> tuple[ScheduleName, int]:
         """The order, and the stages that it tells apart: one where steps are not interrupted between them.
 
         Under `gpipe` they need not be: each device gets its work in the same order.
         """
-        options, state = self._layout.options, self._state
-        alternates = self.overlaps and self.times is None and not in_order and (state is None or state.may_alternate())
-        if meets or (options.schedule == "gpipe" and self.times is None):
+        if meets or (self._layout.options.schedule == "gpipe" and self.times is None):
             return "gpipe", 1
-        return "1f1b", self._layout.num_stages if alternates else 1
+        in_order = self.times is not None or self.rehearsal.draws or not self._state.may_alternate()
+        return "1f1b", self._layout.num_stages if self._layout.overlaps and not in_order else 1
 
-    def _forward(self, number: int, call: Callable[[], Any]) -> Any:
+    def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients | None) -> Any:
+        output = self.logs.run(number, partial(self._watched, number, partial(self.rehearsal.run, number, call)))
+        return output if gradients is None else gradients.take(number, output)
+
+    def _watched(self, number: int, call: Callable[[], Any]) -> Any:
+        """Run the step of a micro-batch; the first one of a run is watched."""
         if self.times is not None:
             self.times.begin_microbatch()
-        state = self._state
-        if state is None:
-            return call()
-        is_watched = not (number or state.is_known)
+        state, is_watched = self._state, not (number or self._state.is_known)
         with state.microbatch(number), self._layout.entering(state.look) if is_watched else nullcontext():
             output = call()
-        if is_watched:
-            self._verify_reads(state)
-        return output
-
-    def _backward(self, call: Callable[[], Any]) -> None:
-        state = self._state
-        with nullcontext() if state is None or state.nests_backward is not None else state.watching_backward():
-            call()
-        if self.times is not None:
-            self.times.end_microbatch()
-
-    def _verify_reads(self, state: ModuleState) -> None:
-        """Refuse a step that reads gradients, if other micro-batches go backward meanwhile."""
         options = self._layout.options
-        if state.reads_gradients and options.schedule == "1f1b":
+        if is_watched and state.reads_gradients and options.schedule == "1f1b":
             raise ConfigError(
                 f"num_microbatches={options.num_microbatches}: training_step reads the .grad of a parameter, which "
                 "holds gradients of other micro-batches under schedule=1f1b. Read it in on_before_optimizer_step, or "
                 "set strategy.schedule=gpipe."
             )
+        return output
+
+    def _backward(self, call: Callable[[], Any]) -> None:
+        with nullcontext() if self._state.nests_backward is not None else self._state.watching_backward():
+            call()
+        if self.times is not None:
+            self.times.end_microbatch()
 
 
-def _taken(gradients: EarlyGradients, number: int, call: Callable[[], Any]) -> Any:
-    return gradients.take(number, call())
+class _Step:
+    """The step of a micro-batch.
+
+    Args:
+        state: what torch knows of the thread that calls `run_through`.
+        layout: tells where the step enters a stage for the first time.
+        pool: has a free thread; None for a step that is not interrupted.
+    """
+
+    def __init__(self, piece: Piece, state: ThreadState, layout: Stages, pool: ThreadPoolExecutor | None) -> None:
+        self._piece, self._state, self._layout, self._pool = piece, state, layout, pool
+        self._stage = 0
+        self._has_begun = self._has_ended = self._is_abandoned = False
+        self._resumed, self._gave_way = Semaphore(0), Semaphore(0)
+        self._error: BaseException | None = None
+        self.output: Any = None
+
+    def run_through(self, stage: int) -> None:
+        """Go on until a stage after this one is to be entered, or to the end."""
+        if self._pool is None:
+            self.output = self._state.run(self._piece)
+            return
+        if self._has_ended or self._stage > stage:
+            return
+        if self._has_begun:
+            self._resumed.release()
+        else:
+            self._has_begun = True
+            self._pool.submit(self._run, current_stream(self._piece.device))
+        self._gave_way.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """End the step where it waits."""
+        if self._has_begun and not self._has_ended:
+            self._is_abandoned = True
+            self._resumed.release()
+            self._gave_way.acquire()
+
+    def _enter(self, stage: int) -> None:
+        """Give way, in the step, before it enters a stage."""
+        self._stage = stage
+        self._gave_way.release()
+        self._resumed.acquire()
+        if self._is_abandoned:
+            raise _AbandonedError
+
+    def _run(self, stream: torch.Stream | None) -> None:
+        try:
+            with self._state.entered(self._piece.device, stream), self._layout.entering(self._enter):
+                self.output = self._piece.call()
+        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
+            self._error = exc
+        finally:
+            self._has_ended = True
+            self._gave_way.release()
+
+
+class _AbandonedError(BaseException):
+    """Another micro-batch has failed."""
 
 
 class MicroBatchLogs(LogRecorder):

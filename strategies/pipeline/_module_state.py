@@ -95,16 +95,14 @@ class ModuleState:
             self._next_hook = RemovableHandle.next_id
         if number:
             self._put([_copy(value) for value in self._before])
-            yield
-            self._verify_hooks()
-            return
-        if self.is_known:
+        elif self.is_known:
             self._before = [_copy(owner.get(key)) for owner, key in self._changed]
+        with nullcontext() if number or self.is_known else self._watched():
             yield
+        if number:
+            self._verify_hooks()
         else:
-            with self._watched():
-                yield
-        self._left = [owner.get(key) for owner, key in self._changed]
+            self._left = [owner.get(key) for owner, key in self._changed]
 
     @contextmanager
     def watching_backward(self) -> Generator[None]:
@@ -127,9 +125,13 @@ class ModuleState:
 
     @contextmanager
     def _watched(self) -> Generator[None]:
-        owners = [owner for part in self._parts for owner in _owners(part)]
-        held = [list(child.items()) for part in self._parts for child in (part._modules, part._parameters)]
-        before = [(dict(owner), {key: _copy(value) for key, value in owner.items()}) for owner in owners]
+        # until the end, so that no other object can have the number of one of them
+        held = [list(owner.items()) for part in self._parts for owner in (part._modules, part._parameters)]
+        before = [
+            (owner, dict(owner), {key: _copy(value) for key, value in owner.items()})
+            for part in self._parts
+            for owner in _owners(part)
+        ]
         self._first, random_state = self._state(), get_rng_state()
         with nullcontext() if is_compiled(self._module) else _GradientReads() as reads:
             yield
@@ -137,8 +139,8 @@ class ModuleState:
         self._keeps |= self._has_hooks() or (self._draws_again and not torch.equal(random_state, get_rng_state()))
         self.is_known, self.reads_gradients = True, reads is not None and reads.found
         self._num_hooks, self._first = _num_hooks(), []
-        held.clear()  # until now, so that no other object can have the number of one of them
-        for owner, (old, copied) in zip(owners, before, strict=True):
+        held.clear()
+        for owner, old, copied in before:
             for key in (old.keys() & owner.keys()) - _LIGHTNING:
                 was, now = old[key], owner[key]
                 if _is_kept(was) and _is_kept(now) and (was is not now or _is_written(now, copied[key])):
@@ -158,8 +160,7 @@ class ModuleState:
             owner[key] = value
 
     def _has_hooks(self) -> bool:
-        keys = [[number for hooks in hooks_of(part) for number in hooks] for part in self._parts]
-        return not self._own_hooks.issuperset(number for numbers in keys for number in numbers)
+        return not self._own_hooks.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
 
     def _verify_hooks(self) -> None:
         """Refuse hooks that a micro-batch after the first has registered."""

@@ -13,13 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
-from ..core.text_table import draw_table
 from .module_parts import Part, find_parts, first_layers, part_bytes
 
 
@@ -163,20 +162,20 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     verify_submodules("partition", first_modules, module)
     parts = find_parts(module, first_modules)
     part_of = {part.name: part for part in parts}
-    stage, remaining = 0, list(first_modules)
     stage_of: dict[str, int] = {}
     home: dict[int, int] = {}
+    left = list(first_modules)
     for name, _ in module.named_modules():
-        if remaining and name == remaining[0]:
-            stage += 1
-            remaining.pop(0)
+        if left and name == left[0]:
+            left = left[1:]
         if name in part_of:
             tensors = part_of[name].tensors
-            stage_of[name] = min([stage, *(home[id(tensor)] for tensor in tensors if id(tensor) in home)])
+            stages = [num_stages - 1 - len(left), *(home[id(tensor)] for tensor in tensors if id(tensor) in home)]
+            stage_of[name] = min(stages)
             home.update({id(tensor): stage_of[name] for tensor in tensors})
-    if remaining:
+    if left:
         raise ConfigError(
-            f"partition={list(first_modules)} is not in the order of the module: {remaining[0]} is registered before "
+            f"partition={list(first_modules)} is not in the order of the module: {left[0]} is registered before "
             "the name listed before it. Give the names in the order of module.named_modules()."
         )
     empty = [stage for stage in range(num_stages) if stage not in stage_of.values()]
@@ -209,13 +208,11 @@ def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
     return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
 
 
-def plan_table(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> str:
-    """Draw the plan as text: stage, device, modules, parameters, bytes (with buffers; a tied tensor counts once)."""
-    return draw_table([("stage", "device", "modules", "parameters", "bytes"), *plan_rows(module, plan, devices)])
-
-
 def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> list[tuple[str, ...]]:
-    """The rows of the plan's table, one per stage."""
+    """The rows of the plan's table, one per stage: stage, device, modules, parameters, bytes.
+
+    Bytes are those of parameters and buffers; a tied tensor counts once.
+    """
     tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
     rows: list[tuple[str, ...]] = []
     for stage in range(plan.num_stages):
@@ -229,19 +226,11 @@ def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device
 
 def _ranges(names: Sequence[str]) -> list[str]:
     """Shorten `blocks.0, blocks.1, blocks.2` to `blocks.0-2`; the root's own tensors are shown as `(root)`."""
-    runs: list[tuple[str, int, int]] = []
-    for name in names:
-        prefix, _, last = name.rpartition(".")
-        number = int(last) if last.isdecimal() else -1
-        if runs and number >= 0 and runs[-1][0] == prefix and runs[-1][2] == number - 1:
-            runs[-1] = (prefix, runs[-1][1], number)
-        else:
-            runs.append((prefix if number >= 0 else name, number, number))
-    return [_run_name(*run) for run in runs]
 
+    def run(item: tuple[int, str]) -> tuple[str, int | None]:
+        """The same for names whose numbers follow one another."""
+        prefix, _, last = item[1].rpartition(".")
+        return (prefix, int(last) - item[0]) if last.isdecimal() else (item[1], None)
 
-def _run_name(prefix: str, first: int, last: int) -> str:
-    dot = "." if prefix else ""
-    if first < 0:
-        return prefix or "(root)"
-    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"
+    runs = [[name for _, name in group] for _, group in groupby(enumerate(names), run)]
+    return [f"{first}-{rest[-1].rpartition('.')[2]}" if rest else first or "(root)" for first, *rest in runs]

@@ -38,11 +38,13 @@ def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, 
 
     def run() -> Any:
         if not call.has_run:
-            return forward(*args, **kwargs)
+            with call.first():
+                return forward(*args, **kwargs)
         again_args, again_kwargs = tree_unflatten(leaves, spec)  # containers as they were given
-        return forward(*again_args, **again_kwargs)
+        with call.again():
+            return forward(*again_args, **again_kwargs)
 
-    return checkpoint(run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (call.first(), call))
+    return checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Call:
@@ -50,95 +52,74 @@ class _Call:
 
     def __init__(self, part: nn.Module, learned: Learned, inputs: Sequence[Tensor]) -> None:
         self.has_run = False
-        self._open: list[ExitStack] = []
-        self._modules = list(part.modules())
-        self._name = type(part).__name__
+        self._name, self._learned = type(part).__name__, learned
         self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
-        self._weights = [(name, weight, weight._version) for name, weight in part.named_parameters()]
-        self._flags = [weight.requires_grad for _, weight, _ in self._weights]
+        self._weights = [(name, w, w._version, w.requires_grad) for name, w in part.named_parameters()]
         self._dtype = torch.get_default_dtype()
-        self._held = [{key: _copied(v) for key, v in vars(m).items() if key not in _STRUCTURE} for m in self._modules]
-        self._buffers = [dict(module._buffers) for module in self._modules]
-        written = learned.get(tuple(module.training for module in self._modules))
+        modules = list(part.modules())
+        self._flags = tuple(module.training for module in modules)
+        self._held = [
+            (owner, {key: _copied(value) for key, value in owner.items() if key not in _STRUCTURE})
+            for module in modules
+            for owner in (vars(module), module._buffers)
+        ]
+        written = learned.get(self._flags)
         # what forward may write to: buffers, and attributes such as the states of metrics; each once
-        values = [value for held in (*self._held, *self._buffers) for value in held.values()]
+        values = [value for _, held in self._held for value in held.values()]
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         self._kept = {
             key: (tensor, tensor._version, tensor.detach().clone() if written is None or i in written else None)
             for i, (key, tensor) in enumerate(tensors.items())
         }
-        self._learned = learned
-        devices = {tensor.device for tensor in (*inputs, *part.parameters())}
-        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        fake = any(isinstance(tensor, FakeTensor) for tensor in (*inputs, *part.parameters()))
+        tensors = (*inputs, *part.parameters())
+        devices = [device for device in {tensor.device for tensor in tensors} if device.type not in ("cpu", "meta")]
+        self._device_random = [(device, generator_state(device)) for device in devices]
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         self._random = None if fake else random_state()  # a simulated run draws nothing
-        self._device_random = [generator_state(device) for device in self._devices]
 
     @contextmanager
     def first(self) -> Generator[None]:
         """The block of the first run: learn what it has read and written."""
         yield
         self.has_run = True
-        for tensor, version in self._inputs:
-            if tensor._version != version:
-                raise self._refused("writes to its input")
+        if any(tensor._version != version for tensor, version in self._inputs):
+            raise self._refused("writes to its input")
         if self._random is not None and _equal(self._random, random_state()):
             self._random = None  # the part draws nothing on the CPU
-        flags = tuple(module.training for module in self._modules)
-        written = self._learned.get(flags)
+        written = self._learned.get(self._flags)
         values = list(self._kept.values())
         changed = {i for i, (t, version, _) in enumerate(values) if t._version != version}
         if written is None:  # BatchNorm writes without counting versions
             changed |= {i for i, (t, _, before) in enumerate(values) if before is not None and _differ(t, before)}
         elif not changed <= written:
             raise self._refused("writes to a buffer that it did not write to in its first forward pass")
-        self._learned[flags] = changed | (written or set())
-        self._kept = {id(values[i][0]): values[i] for i in self._learned[flags]}  # the others are read again
-
-    def __enter__(self) -> None:
-        """Begin a further run: there is one for every backward pass through the part."""
-        self._verify_unchanged()
-        stack = ExitStack()
-        if self._random is not None:
-            stack.enter_context(_RANDOM)
-            stack.enter_context(swapped_random_state(self._random))
-        for device, state in zip(self._devices, self._device_random, strict=True):
-            stack.enter_context(swapped_generator(device, state))
-        stack.enter_context(_default_dtype(self._dtype))
-        stack.enter_context(self._as_before())
-        self._open.append(stack)
-
-    def __exit__(self, *exc: Any) -> None:
-        self._open.pop().__exit__(*exc)
+        self._learned[self._flags] = changed | (written or set())
+        self._kept = {id(values[i][0]): values[i] for i in self._learned[self._flags]}  # the others are read again
 
     @contextmanager
-    def _as_before(self) -> Generator[None]:
-        """Give the part the attributes and buffers that it had before the first run, and its parameters their flags.
+    def again(self) -> Generator[None]:
+        """The block of a further run, one for every backward pass through the part: it reads what the first one read.
 
         What was frozen after the forward pass (`toggle_optimizer`) would lack tensors that the first run has saved.
         """
-        now = [(dict(module.__dict__), dict(module._buffers)) for module in self._modules]
-        flags = [
-            (w, w.requires_grad)
-            for (_, w, _), then in zip(self._weights, self._flags, strict=True)
-            if w.requires_grad != then
-        ]
-        try:
-            for weight, flag in flags:
-                weight.requires_grad_(not flag)
-            again: dict[int, Tensor] = {}
-            for module, attributes, buffers in zip(self._modules, self._held, self._buffers, strict=True):
-                module.__dict__.update({key: self._as_read(_copied(v), again) for key, v in attributes.items()})
-                module._buffers.update({key: self._as_read(buffer, again) for key, buffer in buffers.items()})
+        self._verify_unchanged()
+        written = dict[int, Tensor]()
+        with ExitStack() as stack:
+            if self._random is not None:
+                stack.enter_context(_RANDOM)
+                stack.enter_context(swapped_random_state(self._random))
+            for device, state in self._device_random:
+                stack.enter_context(swapped_generator(device, state))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            for _, weight, _, flag in self._weights:
+                if weight.requires_grad != flag:
+                    stack.callback(weight.requires_grad_, not flag)
+                    weight.requires_grad_(flag)
+            for owner, held in self._held:
+                stack.callback(_put, owner, dict(owner))
+                owner.update({key: self._as_read(_copied(value), written) for key, value in held.items()})
             yield
-        finally:
-            for weight, flag in flags:
-                weight.requires_grad_(flag)
-            for module, (attributes, buffers) in zip(self._modules, now, strict=True):
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-                module._buffers.clear()
-                module._buffers.update(buffers)
 
     def _as_read(self, value: Any, again: dict[int, Tensor]) -> Any:
         """A tensor with the values that it had before the first run, to be written to; anything else as it is."""
@@ -152,7 +133,7 @@ class _Call:
         """Refuse a second run with other inputs or weights than the first one's: it would compute another gradient."""
         if any(tensor._version != version for tensor, version in self._inputs):
             raise self._refused("has an input that was written to after its forward pass")
-        for name, weight, version in self._weights:
+        for name, weight, version, _ in self._weights:
             if weight._version != version:
                 raise self._refused(f"has a parameter ({name}) that was written to between forward and backward")
 
@@ -161,6 +142,11 @@ class _Call:
             f"recompute: {self._name} {what}, so that it can't be computed once more. Set strategy.recompute=never, "
             "or name the modules to recompute without it (strategy.recompute=[...])."
         )
+
+
+def _put(owner: dict[str, Any], contents: dict[str, Any]) -> None:
+    owner.clear()
+    owner.update(contents)
 
 
 def _copied(value: Any) -> Any:
@@ -179,13 +165,3 @@ def _equal(one: Any, other: Any) -> bool:
 def _differ(tensor: Tensor, before: Tensor) -> bool:
     """Whether the values of a tensor have changed; those of a simulated run can't."""
     return not isinstance(tensor, FakeTensor) and not torch.equal(tensor.detach(), before)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    own = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(own)

@@ -9,6 +9,7 @@ Source: GradCache (Gao et al., 2021), "Scaling Deep Contrastive Learning Batch S
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves
 
 from ..batch.losses import LossReduction, chunk_losses, weight_in
 from ..batch.whole.meeting import Meeting, seated
@@ -28,9 +29,7 @@ from ..core.executor import Executor, Piece, ThreadState
 from ..core.rng import capture, isolated, restore
 from ..core.types import Batch
 from ..core.untraced_step import trial_step
-
-_ALMOST_ZERO = 1e-20
-"""Stands in for a weight of zero, as where gradients are summed (`_gradients.py`)."""
+from ._gradients import not_zero
 
 
 @dataclass
@@ -113,8 +112,8 @@ class Rehearsal:
                     f"{self._strategy}: over_batch was first called after the first step, by micro-batches in threads. "
                     "Call it in every step, or set num_microbatches=1."
                 )
-            thread = _Thread(partial(self._rehearse, step), step.state)  # of its own: here a micro-batch is under way
-            thread.finish(self._devices[0])
+            with ThreadPoolExecutor(1) as pool:  # a thread of its own, since a micro-batch is under way in this one
+                pool.submit(self._rehearse_apart, step, current_stream(self._devices[0])).result()
         assert step.calls is not None
         if call >= len(step.calls):
             raise ConfigError(
@@ -124,6 +123,10 @@ class Rehearsal:
         weights = step.weights
         total: Any = sum(weights[1:], start=weights[0])
         return step.calls[call], lambda: weights[number] / total
+
+    def _rehearse_apart(self, step: _Step, stream: torch.Stream | None) -> None:
+        with step.state.entered(self._devices[0], stream):
+            self._rehearse(step)
 
     def _rehearse(self, step: _Step) -> None:
         if self._reduction == "sum":
@@ -168,7 +171,7 @@ class Rehearsal:
                     "is found), or set num_microbatches=1."
                 )
             given = chunk_losses(outputs, step.sizes, self._reduction, self._strategy).weights
-            step.weights = [_not_zero(weight) for weight in given]
+            step.weights = [not_zero(weight) for weight in given]
 
 
 @dataclass
@@ -180,7 +183,7 @@ class _Place:
     num_calls: int = 0
 
     def whole(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """See `Place.whole` in `batch/whole/over_batch.py`."""
+        """Compute what `over_batch` is given over all parts of this process, and those of other ranks."""
         columns, share = self.columns(self.number, self.num_calls)
         self.num_calls += 1
         own, place, ranks = columns.rows_of(fn, args, kwargs), columns.first + self.number, columns.ranks
@@ -191,41 +194,7 @@ class _Place:
         return columns.value(pieces, (fn, args, kwargs))
 
 
-class _Thread(threading.Thread):
-    """Runs a call with the state of a thread, and raises its error in the caller's."""
-
-    def __init__(self, call: Callable[[], None], state: ThreadState) -> None:
-        super().__init__(daemon=True)
-        self._call, self._state = call, state
-        self._error: BaseException | None = None
-
-    def finish(self, device: torch.device) -> None:
-        """Start, and wait for the end."""
-        self._entered = partial(self._state.entered, device, current_stream(device))
-        self.start()
-        self.join()
-        if self._error is not None:
-            raise self._error
-
-    @override
-    def run(self) -> None:
-        try:
-            with self._entered():
-                self._call()
-        except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-            self._error = exc
-
-
 def _are_same(state: Any, other: Any) -> bool:
     """Whether two random states are the same."""
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, dict):
-        return all(_are_same(value, other[key]) for key, value in state.items())
-    if isinstance(state, (list, tuple)):
-        return all(map(_are_same, state, other))
-    return bool(state == other)
-
-
-def _not_zero(weight: Tensor | float) -> Tensor | float:
-    return torch.where(weight == 0, _ALMOST_ZERO, weight) if isinstance(weight, Tensor) else weight or _ALMOST_ZERO
+    pairs = zip(tree_leaves(state), tree_leaves(other), strict=True)
+    return all(torch.equal(one, two) if isinstance(one, Tensor) else one == two for one, two in pairs)

@@ -1,21 +1,95 @@
 """Move the cut between stages once, to where they take the same time, measured in the first steps of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from ..core.devices import precise_dtype
+from ..core.devices import precise_dtype, seconds_between, time_mark
 from ..core.errors import ConfigError
 from ..core.optimizer_states import state_to_parameters
-from ._part_times import PartTimes
 from ._plan import StagePlan, balanced_plan
 from .stages import Stages
 
 _FIRST, _LAST = 1, 4
 """Optimizer steps after which measuring begins and ends: the first one prepares memory and kernels."""
+
+
+class PartTimes:
+    """Measures how long each part of a module works for a micro-batch, while these run one after the other.
+
+    A part works from where it is entered until another one is: forward where it is called, backward where the gradients
+    of its outputs arrive, and the part before it where those of its inputs do. What is between two parts counts forward
+    for the first one.
+
+    Args:
+        module: the placed module.
+        device_of: device by name of the parts that are modules.
+    """
+
+    def __init__(self, module: nn.Module, device_of: Mapping[str, torch.device]) -> None:
+        self._device_of = device_of
+        self._part: str | None = None
+        self._start: Any = None
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._microbatches: list[list[tuple[str, Any, Any]]] = []
+        self._hooks: list[Any] = []
+        for name in device_of:
+            part = module.get_submodule(name)
+            self._hooks.append(part.register_forward_pre_hook(partial(self._call, name), with_kwargs=True))
+            self._hooks.append(part.register_forward_hook(partial(self._leave, name), prepend=True))
+
+    def begin_microbatch(self) -> None:
+        """Drop what was measured since the last micro-batch, such as validation."""
+        self._spans, self._part = [], None
+
+    def end_microbatch(self) -> None:
+        """Keep what was measured."""
+        self._enter(None)
+        self._microbatches.append(self._spans)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per micro-batch by part: the least measured, since all else that runs only adds to it."""
+        totals: dict[str, list[float]] = {name: [] for name in self._device_of}
+        for spans in self._microbatches:
+            sums = dict.fromkeys(totals, 0.0)
+            for name, start, end in spans:
+                sums[name] += seconds_between(start, end)
+            for name, seconds in sums.items():
+                totals[name].append(seconds)
+        return {name: min(found, default=0.0) for name, found in totals.items()}
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _call(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._enter_backward((args, kwargs), self._part)
+        self._enter(name)
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self._enter_backward(output, name)
+
+    def _enter_backward(self, value: Any, name: str | None) -> None:
+        def enter(_: Tensor) -> None:
+            self._enter(name)
+
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None and torch.is_grad_enabled():
+                leaf.register_hook(enter)
+
+    def _enter(self, name: str | None) -> None:
+        if name == self._part:
+            return
+        if self._part is not None:
+            self._spans.append((self._part, self._start, time_mark(self._device_of[self._part])))
+        self._part, self._start = name, None if name is None else time_mark(self._device_of[name])
 
 
 @dataclass

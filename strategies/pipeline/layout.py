@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from ..batch.layout import Layout, losses_in
 from ..batch.losses import FOUND
-from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, without_single_samples
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
@@ -29,8 +28,7 @@ from ..core.module_checks import has_batchnorm, hooked, resting_device, verify_t
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
 from ._gradients import EarlyGradients
-from ._microbatches import MicroBatches, MicroBatchLogs
-from ._rehearsal import Rehearsal
+from ._microbatches import MicroBatches
 from ._time_balance import TimeBalance
 from .options import StageOptions
 from .stages import Stages
@@ -57,9 +55,7 @@ class StageLayout(Layout):
         self.stages = Stages(self.devices, self.options)
         self.losses: list[Tensor] = []
         self.structures = RunStructures()
-        self._microbatches = MicroBatches(self.stages)
-        self._logs: MicroBatchLogs | None = None
-        self._rehearsal: Rehearsal | None = None
+        self._microbatches: MicroBatches | None = None
         self._module: pl.LightningModule | None = None
         self._has_batchnorm = self._is_manual = False
         self._told = WarningCache()
@@ -116,8 +112,8 @@ class StageLayout(Layout):
         self._module = module = trainer.lightning_module
         self.structures = structures
         self._has_batchnorm = has_batchnorm(module)
-        self._cut_anew(module)
-        if self.cut_by and self._microbatches.overlaps and end_of_step(module) is not None:
+        self._new_microbatches(module)
+        if self.cut_by and self.stages.overlaps and end_of_step(module) is not None:
             self._told.info(
                 f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of micro-batches, which "
                 "therefore run one after the other and go backward together."
@@ -159,24 +155,21 @@ class StageLayout(Layout):
             return False
         before = self.stages.meeting_device
         moved = self._balance.finish_step()
+        assert self._microbatches is not None
         self._microbatches.times = self._balance.times
         if moved is None:
             return False
         self._balance, self._has_moved = None, before != self.stages.meeting_device
         assert self._module is not None
-        self._cut_anew(self._module)
+        self._new_microbatches(self._module)
         rank_zero_info(moved)
         return True
 
-    def _cut_anew(self, module: pl.LightningModule) -> None:
-        """Run micro-batches, and record what they log, on the stages as they are cut now."""
-        self._microbatches.shutdown()
-        self._microbatches = MicroBatches(self.stages, module)
-        if self._logs is not None:
-            self._logs.close()
-        self._logs = logs = MicroBatchLogs(module, self.options.num_microbatches, self.stages.meeting_device)
-        reduction = self.options.loss_reduction
-        self._rehearsal = Rehearsal(module, self.devices, reduction, self.strategy, logs.unrecorded)
+    def _new_microbatches(self, module: pl.LightningModule) -> None:
+        """Run micro-batches on the stages as they are cut now."""
+        if self._microbatches is not None:
+            self._microbatches.close()
+        self._microbatches = MicroBatches(self.stages, module, self.strategy)
 
     @override
     def describe(self, module: nn.Module) -> str:
@@ -186,19 +179,18 @@ class StageLayout(Layout):
     def close(self) -> None:
         if self._balance is not None:
             self._balance.close()
-        if self._logs is not None:
-            self._logs.close()
-        self._microbatches.shutdown()
+        if self._microbatches is not None:
+            self._microbatches.close()
+        self._microbatches = None
         self.stages.remove()
 
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        logs, sizes, end = self._logs, self._sizes(batch), end_of_step(self._module)
-        meeting = self.stages.meeting_device
-        rehearsal = self._rehearsal
-        assert logs is not None
-        assert rehearsal is not None
         assert self._module is not None
+        assert self._microbatches is not None
+        sizes, end = self._sizes(batch), end_of_step(self._module)
+        logs, rehearsal = self._microbatches.logs, self._microbatches.rehearsal
         results, reduction = self.structures.of_results("training_step"), self.options.loss_reduction
+        meeting = self.stages.meeting_device
         if end is not None:
             sizes = [size for size in results.unequal(sizes) if size]
         names = [
@@ -207,14 +199,13 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        steps = [partial(rehearsal.run, i, step) for i, step in enumerate(steps)]
         if end is None and reduction == "mean":
             steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes) if end is None else None
         rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
         meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
         with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
-            outputs = self._microbatches.run(names, steps, gradients, logs.run, meet, rehearsal.draws)
+            outputs = self._microbatches.run(names, steps, gradients, meet)
         rehearsal.end()
         if end is not None:
             logs.replay(sizes)
@@ -222,9 +213,7 @@ class StageLayout(Layout):
         assert gradients is not None
         valued, trainer = self.reader.valued(outputs), self._module.trainer
         is_read = partial(hooked, "on_train_batch_end", trainer, by_user=True)
-        result = combine_outputs(
-            outputs, valued, sizes, logs, reduction, self.strategy, meeting, results, self._told, is_read
-        )
+        result = logs.combine(outputs, valued, sizes, reduction, self.strategy, results, self._told, is_read)
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}

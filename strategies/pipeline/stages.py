@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,49 +21,20 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
+from ..core.text_table import draw_table
 from ..core.types import Batch
-from ._activation_memory import profile_activations, profile_flops
+from ._activation_memory import profile_activations
 from ._plan import (
     StagePlan,
     auto_plan,
-    balanced_plan,
     enough_parts,
     found_plan,
     named_plan,
     plan_rows,
-    plan_table,
     verify_manual,
 )
 from .module_parts import find_parts, place_parts
 from .options import StageOptions
-
-
-class Route:
-    """Records the path of one batch through the stages."""
-
-    def __init__(self) -> None:
-        self._stage = 0
-        self._crossings = 0
-        self._back: list[str] = []
-        self._bytes_back = 0
-
-    def enter(self, stage: int, name: str, inputs: Sequence[Any]) -> None:
-        """Record the call of a part."""
-        if stage < self._stage:
-            self._back.append(f"{name} (stage {stage}) after stage {self._stage}")
-            self._bytes_back += sum(value.nbytes for value in inputs if isinstance(value, Tensor))
-        self._crossings += stage != self._stage
-        self._stage = stage
-
-    def warn(self, num_stages: int) -> None:
-        """Warn if the batch went back to an earlier stage, with the cost."""
-        if self._back:
-            rank_zero_warn(
-                f"A stage is used before the previous one is done: {', '.join(self._back)}. Each step changes devices "
-                f"{self._crossings} times instead of {num_stages - 1}, moves {self._bytes_back:,} bytes back, and "
-                "stages wait for each other. Register modules in the order of their use, or name the cut: "
-                "partition=[first module of each later stage]."
-            )
 
 
 class BatchTensors:
@@ -90,28 +62,13 @@ class BatchTensors:
         return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
 
 
-def example_inputs(module: LightningModule) -> tuple[Any, ...]:
-    """Return the module's `example_input_array` as arguments of `forward`.
-
-    Raises:
-        ConfigError: the module has none.
-    """
-    inputs = module.example_input_array
-    if inputs is None:
-        raise ConfigError(
-            f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it in "
-            "__init__ to what forward takes, as large as one batch, or set profile_activations=false."
-        )
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-
-
 class _OnThread(threading.local):
     """What a thread is at."""
 
     devices: list[torch.device] | None = None
     enter: Callable[[int], None] | None = None
     stage: int = 0
-    route: Route | None = None
+    path: list[tuple[int, str, int]] | None = None
     batch: BatchTensors | None = None
 
     @override
@@ -150,6 +107,11 @@ class Stages:
         return len(self.devices)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether stages may have different micro-batches at the same time."""
+        return self.options.num_microbatches > 1 and self.num_stages > 1 and self.plan is not None
+
+    @property
     def hook_numbers(self) -> list[int]:
         """The numbers that torch gave to the hooks that move inputs."""
         return [hook.id for hook in self._hooks]
@@ -178,7 +140,12 @@ class Stages:
             verify_manual(module, self.devices)
             module._device = self.meeting_device
             return
-        self._verify_weights()
+        weights = self.options.device_weights
+        if weights is not None and len(weights) != self.num_stages:
+            raise ConfigError(
+                f"device_weights has {len(weights)} entries for {self.num_stages} stages "
+                f"(device_weights={list(weights)}). Give one weight per device of a process."
+            )
         self.move(module, self._make_plan(module))
 
     def move(self, module: LightningModule, plan: StagePlan) -> None:
@@ -196,17 +163,17 @@ class Stages:
 
     def table(self, module: nn.Module) -> str:
         """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
-        return plan_table(module, *self._found(module))
+        return draw_table([("stage", "device", "modules", "parameters", "bytes"), *self._rows(module)])
 
     def line(self, module: nn.Module) -> str:
         """Say in one line which modules each stage holds."""
-        return " | ".join(f"{names} on {device}" for _, device, names, *_ in plan_rows(module, *self._found(module)))
+        return " | ".join(f"{names} on {device}" for _, device, names, *_ in self._rows(module))
 
-    def _found(self, module: nn.Module) -> tuple[StagePlan, list[torch.device]]:
+    def _rows(self, module: nn.Module) -> list[tuple[str, ...]]:
         if self.plan is not None:
-            return self.plan, self.devices
+            return plan_rows(module, self.plan, self.devices)
         devices = list(dict.fromkeys(self.devices))
-        return found_plan(module, devices), devices
+        return plan_rows(module, found_plan(module, devices), devices)
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
@@ -244,24 +211,19 @@ class Stages:
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):
             return named_plan(module, self.num_stages, self.options.partition)
-        if self.options.balance == "time" and module.example_input_array is not None:
-            flops = profile_flops(module, enough_parts(module, self.num_stages), example_inputs(module))
-            costs = {name: max(count, 1) for name, count in flops.items()}  # a part without any may be cut off, too
-            return balanced_plan(module, costs, self.options.device_weights or [1.0] * self.num_stages)
         kept = None
         if self.options.profile_activations:
-            kept = profile_activations(module, enough_parts(module, self.num_stages), example_inputs(module))
+            inputs = module.example_input_array
+            if inputs is None:
+                raise ConfigError(
+                    f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it "
+                    "in __init__ to what forward takes, as large as one batch, or set profile_activations=false."
+                )
+            inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+            kept = profile_activations(module, enough_parts(module, self.num_stages), inputs)
         # weights are speeds where time is balanced; until it is measured, all devices have the same memory
         weights = self.options.device_weights if self.options.balance == "memory" else None
         return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept, weights)
-
-    def _verify_weights(self) -> None:
-        weights = self.options.device_weights
-        if weights is not None and len(weights) != self.num_stages:
-            raise ConfigError(
-                f"device_weights has {len(weights)} entries for {self.num_stages} stages "
-                f"(device_weights={list(weights)}). Give one weight per device of a process."
-            )
 
     def _add_hooks(self, module: nn.Module) -> None:
         assert self.plan is not None
@@ -278,9 +240,9 @@ class Stages:
 
     def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
-        route = self._on_thread.route
-        if route is not None:
-            route.enter(stage, name, tree_leaves((args, kwargs)))
+        if self._on_thread.path is not None:
+            size = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self._on_thread.path.append((stage, name, size))
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # most calls: torch's trees take longer
             return tuple(self._move(stage, list(args))), kwargs
         return self._bring(stage, (args, kwargs))
@@ -291,10 +253,23 @@ class Stages:
         if self._is_watched:
             yield
             return
-        self._is_watched, route = True, Route()
-        with replaced(self._on_thread, "route", route):
+        self._is_watched, path = True, list[tuple[int, str, int]]()
+        with replaced(self._on_thread, "path", path):
             yield
-        route.warn(self.num_stages)
+        calls = [*pairwise([(0, "", 0), *path])]
+        back = [
+            (f"{name} (stage {stage}) after stage {before}", size)
+            for (before, *_), (stage, name, size) in calls
+            if stage < before
+        ]
+        if back:
+            crossings = sum(stage != before for (before, *_), (stage, *_) in calls)
+            rank_zero_warn(
+                f"A stage is used before the previous one is done: {', '.join(told for told, _ in back)}. Each step "
+                f"changes devices {crossings} times instead of {self.num_stages - 1}, moves "
+                f"{sum(size for _, size in back):,} bytes back, and stages wait for each other. Register modules in "
+                "the order of their use, or name the cut: partition=[first module of each later stage]."
+            )
 
     def _meet(self, min_dim: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""

@@ -6,13 +6,14 @@ own ranks would decide otherwise, and train apart.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from pytorch_lightning.callbacks import Callback, SpikeDetection
 from pytorch_lightning.tuner.lr_finder import _LRCallback
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.patching import Replacement
+from ..core.patching import Replacement, replaced
 
 
 class Deciders:
@@ -23,33 +24,25 @@ class Deciders:
     """
 
     def __init__(self, agree: Callable[[Any], Any]) -> None:
-        self._agree = agree
-        self._hooks: list[Replacement] = []
-        self._schedulers: set[int] = set()
-        self._own_step: Any = None
+        self._agree, self._replaced = agree, ExitStack()
 
     def begin(self, callbacks: Iterable[Callback], schedulers: Iterable[object]) -> None:
-        """Share the numbers of those among them that decide by one; those that are shared stay so."""
+        """Share the numbers of those among them that decide by one, and of no others."""
+        self.end()
         for callback in callbacks:
-            if isinstance(callback, (_LRCallback, SpikeDetection)) and "on_train_batch_end" not in vars(callback):
-                self._hooks.append(Replacement(callback, "on_train_batch_end", self._judge))
-        self._schedulers = {id(scheduler) for scheduler in schedulers}
-        if self._own_step is None:  # of the class: what a scheduler has of its own goes into checkpoints
-            self._own_step = own = ReduceLROnPlateau.step
+            if isinstance(callback, (_LRCallback, SpikeDetection)):
+                self._replaced.callback(Replacement(callback, "on_train_batch_end", self._judge).remove)
+        shared, own = {id(scheduler) for scheduler in schedulers}, ReduceLROnPlateau.step
 
-            def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
-                is_shared = id(scheduler) in self._schedulers
-                own(scheduler, self._agree(float(metrics)) if is_shared else metrics, *args, **kwargs)
+        def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+            own(scheduler, self._agree(float(metrics)) if id(scheduler) in shared else metrics, *args, **kwargs)
 
-            setattr(ReduceLROnPlateau, "step", step)  # noqa: B010
+        # of the class: what a scheduler has of its own goes into checkpoints
+        self._replaced.enter_context(replaced(ReduceLROnPlateau, "step", step))
 
     def end(self) -> None:
         """Restore the hooks and the schedulers."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        if self._own_step is not None:
-            setattr(ReduceLROnPlateau, "step", self._own_step)  # noqa: B010
-            self._own_step = None
+        self._replaced.close()
 
     def _judge(self, own: Callable[..., None], trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs

@@ -15,15 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
+from ..data.loaders import RankLoaders
 from ..distributed.options import name_unused_parameters
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
-from ..distributed.wrapper import (
-    ReducedParameters,
-    forward_through,
-    unwrap,
-    verify_reduced,
-)
+from ..distributed.wrapper import ReducedParameters, forward_through, unwrap, verify_reduced
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -49,6 +45,12 @@ class GradientSync:
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
         self._is_new = False
+
+    loaders_of: Callable[..., RankLoaders] = RankLoaders
+    """Makes what makes a rank's loaders."""
+
+    def begin_streams(self) -> None:
+        """Learn that random numbers are about to be drawn; each rank has its own."""
 
     @property
     def _wrapper(self) -> DistributedDataParallel | None:

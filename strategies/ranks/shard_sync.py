@@ -1,7 +1,7 @@
 """Reduce the gradients of a module that is cut over the ranks, with torch's FSDP2."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,10 @@ class ShardSync(GradientSync):
         self._deferred: DeferredTensors | None = None
         self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
-        self._calls: ShardCalls | None = None
         self._late: LateParameters | None = None
         self._reduces = True
         self._had_none: set[int] = set()
-        self._toggles: list[Replacement] = []
+        self._at_end = ExitStack()
 
     @property
     def shards(self) -> ShardedModule:
@@ -94,14 +93,16 @@ class ShardSync(GradientSync):
             self._shards.keep_root(not module.automatic_optimization)
             if not module.automatic_optimization:
                 names = ("toggle_optimizer", "untoggle_optimizer")
-                self._toggles = [Replacement(module, name, self._toggle) for name in names]
+                for name in names:
+                    self._at_end.callback(Replacement(module, name, self._toggle).remove)
             strategy.setup_optimizers(trainer)
             originals.give_shards(strategy.optimizers)
             originals.verify_unheld((module, *callbacks_of(trainer)))
             verify_run(callbacks_of(trainer), strategy.optimizers)
             self._late = LateParameters(module)
+            self._at_end.callback(self._late.close)
         strategy.setup_precision_plugin()
-        self._calls = ShardCalls(self._shards, strategy.group.verify_together)
+        self._at_end.callback(ShardCalls(self._shards, strategy.group.verify_together).close)
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
 
     @property
@@ -171,13 +172,10 @@ class ShardSync(GradientSync):
             broadcast_together(buffers, _BUFFER_BYTES)
 
     @override
-    def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
-        """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
-        return nullcontext() if seen else self._without_reduction()
-
     @contextmanager
-    def _without_reduction(self) -> Generator[None]:
-        with replaced(self, "_reduces", False), self.shards.without_reduction():
+    def accumulating(self, seen: bool) -> Generator[None]:
+        """Accumulate whole gradients on each rank without reducing them, where nobody sees the difference."""
+        with nullcontext() if seen else self.shards.without_reduction(), replaced(self, "_reduces", seen):
             yield
 
     @override
@@ -249,19 +247,12 @@ class ShardSync(GradientSync):
     @contextmanager
     def ending(self) -> Generator[None]:
         strategy = self._strategy
-        self._shards = None
-        if self._calls is not None:
-            self._calls.close()
-            self._calls = None
-        if self._late is not None:
-            self._late.close()
-            self._late = None
+        self._at_end.close()
+        self._shards = self._late = None
         shards = None if strategy.lightning_module is None else sharded(strategy.lightning_module)
         if shards is None:
             yield
             return
-        while self._toggles:
-            self._toggles.pop().remove()
         if strategy.group.failed:
             shards.recover()  # it may have failed within a step
         # shards belong to their devices: `test` after `fit` goes on with them

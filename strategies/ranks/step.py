@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract, has_context
+from ..core.patching import replaced
 from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
@@ -59,10 +60,7 @@ class RankStep(StepContract):
         self._rows = BatchRows(strategy)
         self.metrics: RunMetrics | None = None
         """Computes the values of metrics over all ranks; None outside a run."""
-        self._weighs_in_loop = False
         self._evaluation_loop: Any = None
-        self._has_evaluated = False
-        """Whether this pass is an evaluation that has run a step."""
         self._num_evaluated: Counter[int] = Counter()
         self._loader = 0
         self._trainer: pl.Trainer
@@ -77,14 +75,15 @@ class RankStep(StepContract):
         self._strategy.layout.reader = self.reader = LossReader(name)
         self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
         self.reader.values.over_ranks = num_ranks > 1
-        self.reader.sum_over_ranks = self._sum_over_ranks if num_ranks > 1 else None
+        mean = self._strategy.group.mean
+        self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
         self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
+        self.metrics.sync.is_whole = self._strategy.global_view
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
         assert self.metrics is not None
         self.metrics.sync.begin_pass(self._module)
-        self._has_evaluated = False
         self._evaluation_loop = evaluation
         self._num_evaluated.clear()
         combined = getattr(evaluation, "_combined_loader", None)
@@ -133,7 +132,6 @@ class RankStep(StepContract):
         step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
-        self._has_evaluated = not trains
         if metrics.sync.watched:
             num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             # Lightning counts a training batch after this
@@ -168,7 +166,7 @@ class RankStep(StepContract):
     def runs_alone(self, step: str) -> bool:
         single = isinstance(self._strategy.layout, SingleLayout)
         alone = self._strategy.world_size == 1 and not self._strategy.sync.evaluates_together
-        plain = step != "training_step" and single and alone
+        plain = step != "training_step" and single and alone and not self._strategy.global_view
         return plain and (step == "predict_step" or self.reader.values.knows_none(step))
 
     @override
@@ -194,7 +192,6 @@ class RankStep(StepContract):
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
-        self._weighs_in_loop = weighs_in_loop(trainer)
         if module_weighs:
             own = loss_weight(output, args[0])
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
@@ -236,9 +233,6 @@ class RankStep(StepContract):
             )
         if found.unused:
             strategy.sync.expect_unused()
-
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return self._strategy.group.mean(values) * self._strategy.world_size
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
@@ -287,11 +281,6 @@ class RankStep(StepContract):
             else:
                 find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
 
-    def end_validation(self) -> None:
-        """Learn that a validation has ended."""
-        if not self._has_evaluated:
-            recompute_weights(self._module)
-
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
         return self._strategy.sync.accumulating(seen)
@@ -302,7 +291,7 @@ class RankStep(StepContract):
         strategy = self._strategy
         if not (self._module.automatic_optimization or strategy.layout.cut_by):
             self._read(loss)
-        loss = self.shares.scaled(loss, self._weighs_in_loop)
+        loss = self.shares.scaled(loss, weighs_in_loop(self._trainer))
         strategy.sync.begin_backward(loss)
         if strategy.balance is not None:
             strategy.balance.begin_backward()
@@ -400,25 +389,23 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
         sync: the exchange of metric states, which the step may ask for by `compute`.
         silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
-    synced = [layer for layer in module.modules() if isinstance(layer, SyncedBatchNorm)]
-    for layer in synced:
-        layer.counts = False
-    try:
-        with untraced_step(module, silent) as metrics, sync.counting(metrics):
-            yield
-            computed = [(metric, metric._computed) for metric, _ in metrics]
-        for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
-            metric._computed = value
-    finally:
-        for layer in synced:
-            layer.counts = True
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, SyncedBatchNorm):
+                stack.enter_context(replaced(layer, "counts", False))
+        metrics = stack.enter_context(untraced_step(module, silent))
+        stack.enter_context(sync.counting(metrics))
+        yield
+        computed = [(metric, metric._computed) for metric, _ in metrics]
+    for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
+        metric._computed = value
 
 
 def recompute_weights(module: nn.Module) -> None:
-    """Compute the weights that torch's hooks set before each forward, on a rank that has run none.
+    """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
 
-    A rank without samples in an evaluation keeps those of the last training step's forward, made from the parameters
-    before the optimizer step; `ModelPruning` would prune other weights on it.
+    A rank without samples in an evaluation, which has run no forward, keeps those of the last training step, made from
+    the parameters before the optimizer step; `ModelPruning` would prune other weights on it.
     """
     for layer in module.modules():
         for hook in layer._forward_pre_hooks.values():

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 import torch.distributed as dist
-from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -37,7 +37,7 @@ from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
-from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_on_first
+from ..distributed.objects import backend_for, broadcast_object, gather_objects
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
 from ..distributed.reduction import gather_unequal, reduce_tensor
@@ -51,7 +51,7 @@ from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
 from .deciders import Deciders
 from .gradient_sync import GradientSync
-from .step import RankStep
+from .step import RankStep, recompute_weights
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -91,7 +91,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     balance: RankBalance | None = None
     """What divides global batches in shares that are not even."""
 
-    _given_layer_sync: LayerSync | None = None
+    global_view = False
+    """Whether steps of all ranks see the whole batch, as the only rank would."""
 
     @checked
     def __init__(
@@ -163,6 +164,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def world_size(self) -> int:
         if (ranks := simulated_ranks()) is not None:
             return ranks.size
+        return self.num_together if not self.global_view else 1
+
+    @property
+    def num_together(self) -> int:
+        """Processes that train together, whatever their steps see."""
         return super().world_size if self._num_ranks is None else self._num_ranks  # mostly read from os.environ
 
     @property
@@ -200,6 +206,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         give_same_weights(self.module, self.root_device)
+        self.sync.begin_streams()
         self._begin_loaders()  # a module's `setup` may ask for its loaders, as `estimated_stepping_batches` does
 
     def _begin_loaders(self) -> None:
@@ -218,7 +225,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return reduce_tensor(tensor, group, reduce_op)
+        return tensor if self.global_view else reduce_tensor(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -242,7 +249,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """
         if (ranks := simulated_ranks()) is not None:
             return ranks.gather(tensor, sync_grads)
-        if not dist.is_initialized():
+        if not dist.is_initialized() or self.global_view:
             return tensor
         over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
         return gathered(tensor, sync_grads, self.strategy_name, over_ranks)
@@ -302,18 +309,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """What measures and decides the shares of the ranks; None if nothing is measured."""
         return None if self.balance is None else self.balance.kept.controller
 
-    @property
-    def _layer_sync(self) -> LayerSync | None:
-        """The layer plugin: the user's, or for `sync_batchnorm=True` ours, since torch's own refuses the CPU."""
-        return self._given_layer_sync or (SyncBatchNorm() if self._syncs_batchnorm else None)
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: LayerSync | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  # an attribute
-        if isinstance(layer_sync, TorchSyncBatchNorm):
-            self._syncs_batchnorm = True
-        elif layer_sync is not None:
-            self._given_layer_sync = layer_sync
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._verify_options(trainer)
@@ -338,24 +333,21 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self._syncs_batchnorm and self._layer_sync is None):
+            self._syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
         module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
-        if self.stage_options is not None:
-            self._verify_one_type()
+        if self.stage_options is not None and len({device.type for device in self.process_devices}) > 1:
+            raise ConfigError(
+                f"{name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, but DDP averages "
+                "gradients on devices of one type only. Give each process GPUs or CPUs alone, or choose "
+                "strategy=model_parallel."
+            )
         if self._ddp_kwargs.get("static_graph"):
             verify_static(module, cut, name)
         if self.recompute.is_on:
             verify_threads(self.process_devices, None if self.stage_options is None else False, name)
         if cut and trainer.state.fn == TrainerFn.FITTING:
             verify_whole_batch(module, self._syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
-
-    def _verify_one_type(self) -> None:
-        devices = self.process_devices
-        if len({device.type for device in devices}) > 1:
-            raise ConfigError(
-                f"{self.strategy_name}: the stages of a process are on {', '.join(map(str, devices))}, but DDP "
-                "averages gradients on devices of one type only. Give each process GPUs or CPUs alone, or choose "
-                "strategy=model_parallel."
-            )
 
     def sync_layers(self) -> None:
         """Have BatchNorm layers synchronize, if that was asked for."""
@@ -383,11 +375,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.world_size > 1:
+        if self.num_together > 1:
             self.contract.agreement.begin(self.optimizers)
         if self.shard_optimizer and self.world_size > 1:
             rank, num = self.global_rank, self.world_size
-            part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=gather_on_first)
+            part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=partial(gather_objects, only_first=True))
             self._cut_states.cut(self.optimizers, self.strategy_name, part)
 
     @override
@@ -412,8 +404,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            self._loaders = RankLoaders(
-                self.global_rank,
+            self._loaders = self.sync.loaders_of(
+                self._read_as,
                 self.world_size,
                 self.batch_size_is,
                 self.broadcast,
@@ -424,6 +416,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 in_step=self.sync.evaluates_together,
             )
         return self._loaders
+
+    @property
+    def _read_as(self) -> int:
+        """The rank whose batches and random numbers are this one's."""
+        return 0 if self.global_view else self.global_rank
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -446,7 +443,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.layout.weights_changed()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
-            seed_rank(self.global_rank, self.process_devices)
+            seed_rank(self._read_as, self.process_devices)
+        self.sync.begin_streams()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -478,6 +476,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         self.contract.begin_pass(self.trainer._evaluation_loop)
+        self.sync.begin_streams()
         self.structures.lists.begin(self.module)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
@@ -489,12 +488,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.contract.end_validation()
+        if not self.sync.evaluates_together:
+            recompute_weights(self.module)
 
     @override
     def on_predict_end(self) -> None:
-        if self.trainer.predict_loop.return_predictions:
-            merge_predictions(self.trainer.predict_loop, self.global_rank, gather_on_first)
+        if self.trainer.predict_loop.return_predictions and not self.global_view:
+            merge_predictions(self.trainer.predict_loop, self.global_rank, partial(gather_objects, only_first=True))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -182,10 +182,9 @@ class ModuleCopy:
         return value if other is None or other is owner else types.MethodType(value.__func__, other)
 
     def _partial(self, value: Any) -> Any:
-        func, args = self._translated(value.func), self._translated(value.args)
-        keywords = self._translated(value.keywords)
-        changed = func is not value.func or args is not value.args or keywords is not value.keywords
-        return functools.partial(func, *args, **keywords) if changed else value
+        own = value.func, value.args, value.keywords
+        func, args, keywords = translated = self._translated(own)
+        return value if translated is own else functools.partial(func, *args, **keywords)
 
     def _reference(self, value: Any) -> Any:
         target = self.counterpart(value())

@@ -68,6 +68,10 @@ class ParameterCopy(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
 
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)  # pickled, it is a leaf
+
 
 def copied(parameter: Tensor, device: torch.device, flows: Flows) -> Tensor:
     """Copy a parameter to a device; `follow` makes the copy one whose gradients are the parameter's."""
@@ -168,7 +172,10 @@ def _add(sums: dict[int, Tensor], gradients: dict[int, Tensor], root: torch.devi
     if near:
         with beside(root):
             finish_copy(list(near.values()), ready if has_streams(root) else None)
-            _add_all(sums, near)
+            both = [i for i in near if i in sums]
+            # not in place: others may hold a gradient that was not copied here
+            added = torch._foreach_add([sums[i] for i in both], [near[i] for i in both]) if both else ()
+            sums.update(near | dict(zip(both, added, strict=True)))
     away = [i for i in gradients if moves[i]]
     for bucket in buckets([gradients[i] for i in away], BUCKET_BYTES):
         numbers = [away[place] for place in bucket]
@@ -176,13 +183,12 @@ def _add(sums: dict[int, Tensor], gradients: dict[int, Tensor], root: torch.devi
         if ready is not None and (stream := current_stream(gradients[numbers[0]].device)) is not None:
             stream.wait_event(ready)
         flat, arrived = start_copy([flattened([gradients[i] for i in numbers])], root)
+        moved = dict(zip(numbers, unflattened(flat[0], shapes), strict=True))
         with beside(root):
             finish_copy(flat, arrived)
-            _add_all(sums, dict(zip(numbers, unflattened(flat[0], shapes), strict=True)))
-
-
-def _add_all(sums: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
-    both = [i for i in gradients if i in sums]
-    added = torch._foreach_add([sums[i] for i in both], [gradients[i] for i in both]) if both else ()
-    sums.update(gradients)
-    sums.update(zip(both, added, strict=True))
+            both = [i for i in numbers if i in sums]
+            if torch.is_grad_enabled():
+                moved |= {i: sums[i] + moved[i] for i in both}
+            elif both:  # in place, in what has come: the root holds one sum, however many replicas there are
+                torch._foreach_add_([moved[i] for i in both], [sums[i] for i in both])
+        sums.update(moved)

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from ..batch.layout import Layout
 from ..batch.losses import LossReduction, chunk_losses
-from ..batch.outputs import combine_outputs
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -238,8 +237,8 @@ class ReplicaLayout(Layout):
             logs.replay(sizes)
             return structure.join(outputs, sizes, root)
         self.reader.scale()
-        result = combine_outputs(
-            outputs, self.reader.valued(outputs), sizes, logs, options.loss_reduction, options.strategy, root,
+        result = logs.combine(
+            outputs, self.reader.valued(outputs), sizes, options.loss_reduction, options.strategy,
             structure, self._told, partial(hooked, "on_train_batch_end", self._trainer, by_user=True),
         )  # fmt: skip
         self.losses = logs.losses

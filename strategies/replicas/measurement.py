@@ -1,6 +1,7 @@
 """Measure seconds and bytes of each chunk of a step, without synchronizing any device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +41,7 @@ class Reading:
             parameters: parameters of the replica, which do not count as its memory; None skips the measurement of
                 memory, which costs a Python call per saved tensor.
         """
-        if parameters is None:
-            return self._timed(call, device)
-        seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        seen = {parameter.untyped_storage().data_ptr() for parameter in parameters or ()}
 
         def count(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -51,13 +50,11 @@ class Reading:
                 self.saved_bytes += storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            return self._timed(call, device)
-
-    def _timed(self, call: Callable[[], Any], device: torch.device) -> Any:
-        start = time_mark(device)
-        result = call()
-        self._marks = (start, time_mark(device))
+        counting = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+        with nullcontext() if parameters is None else counting:
+            start = time_mark(device)
+            result = call()
+            self._marks = start, time_mark(device)
         return result
 
 

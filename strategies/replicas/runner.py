@@ -1,13 +1,15 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..batch.evaluation_lists import EvaluationLists
@@ -22,7 +24,6 @@ from ..core.executor import Executor, Piece
 from ..core.internals import dynamo_config
 from ..core.module_checks import is_compiled
 from ..core.side_streams import from_host
-from ._attributes import warning_of_lost_attributes
 from .manual import ManualSteps
 from .measurement import Measurement, Reading
 from .replicas import Replicas
@@ -77,7 +78,10 @@ class ReplicaRunner:
     one_by_one: bool = False
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.root, self.devices, self.blocks, self._flows, self.one_by_one)
+        flows = weakref.WeakMethod(self._flows)  # a node of the graph holds it, which Python can't see in a cycle
+        self.replicas = Replicas(
+            self.root, self.devices, self.blocks, lambda: (own := flows()) is None or own(), self.one_by_one
+        )
         self._in_step = False
         self._executor = Executor(self.threads)
         self._meets: dict[str, bool] = {}
@@ -135,7 +139,7 @@ class ReplicaRunner:
             pieces = self._measured(self._measurement, pieces, used, sizes)
             self._measurement = None
         is_first, lists = method not in self._meets, self._own_lists(method, used, sizes)
-        watching = warning_of_lost_attributes(self.replicas, self.strategy, method) if is_first else nullcontext()
+        watching = self._warning_of_lost_attributes(method) if is_first else nullcontext()
         recording = self.logs.recording(values or Values(), method, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
         with watching, recording, self._metrics.counting(), lists, meeting:
@@ -205,6 +209,25 @@ class ReplicaRunner:
             [*map(self.replicas.__getitem__, range(len(sizes)))], used, [sizes[i] for i in used]
         )
 
+    @contextmanager
+    def _warning_of_lost_attributes(self, method: str) -> Generator[None]:
+        """Warn, once per name, of what the first step of a kind assigns to attributes of replicas: it is lost."""
+        modules = [module for replica in self.replicas.modules()[1:] for module in replica]
+        before = [dict(vars(module)) for module in modules]
+        yield
+        found = {
+            (type(module).__name__, name)
+            for module, held in zip(modules, before, strict=True)
+            for name, value in vars(module).items()
+            # lists of evaluation steps are joined
+            if not _is_same(value, held.get(name)) and not (isinstance(value, list) and method != "training_step")
+        }
+        for owner, name in sorted(found):
+            rank_zero_warn(
+                f"{self.strategy}: {owner}.{name} was assigned on a replica in {method} and is lost: only the first "
+                "device's value is kept. Use self.log, a torchmetrics metric, or return it from the step."
+            )
+
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
         assert self.stages is not None
         with self.stages.on_devices(self.blocks[i]):
@@ -215,3 +238,12 @@ def allow_recompiling(num_devices: int) -> None:
     """Raise torch's limit of compilations, since a function is compiled for each device."""
     known = dynamo_config()
     known.recompile_limit = max(known.recompile_limit, _COMPILATIONS * num_devices)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal ones of a simple type: comparing tensors would wait for a device."""
+    if value is other or type(value) is not type(other):
+        return value is other
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(_is_same, value, other))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
+    return isinstance(value, (str, bytes, int, float, complex)) and value == other

@@ -70,8 +70,7 @@ class DeferredTensors(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[_Operation] = []
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
-        self._metas: dict[int, Tensor] = {}
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by storage: what `to_meta` has made, and of which
         self._devices: dict[int, torch.device] = {}
 
     def __enter__(self) -> "DeferredTensors":
@@ -128,7 +127,7 @@ class DeferredTensors(TorchDispatchMode):
         Raises:
             ConfigError: it was not recorded.
         """
-        tensor = self._fakes.get(id(tensor), (tensor, tensor))[1]
+        tensor = self._fakes.get(tensor.untyped_storage()._cdata, (tensor, tensor))[1]
         if not isinstance(tensor, FakeTensor) or _view(tensor).key not in self._devices:
             raise ConfigError(without_values("a parameter"))
         memory: dict[int, Tensor] = {}
@@ -138,21 +137,15 @@ class DeferredTensors(TorchDispatchMode):
 
     def to_meta(self, module: nn.Module) -> None:
         """Replace the deferred parameters and buffers of a module by tensors on the meta device."""
-        for part in module.modules():
-            for kind in (part._parameters, part._buffers):
-                for name, tensor in kind.items():
-                    if isinstance(tensor, FakeTensor):
-                        kind[name] = self._meta_of(tensor)
 
-    def _meta_of(self, fake: Tensor) -> Any:
-        if id(fake) in self._metas:
-            return self._metas[id(fake)]
-        meta = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="meta")
-        if isinstance(fake, nn.Parameter):
-            meta = nn.Parameter(meta, fake.requires_grad)
-        self._metas[id(fake)] = meta
-        self._fakes[id(meta)] = (meta, fake)
-        return meta
+        def meta_of(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+            self._fakes[meta.untyped_storage()._cdata] = (meta, tensor)
+            return meta
+
+        apply_anew(module, meta_of)
 
     def _needed(self, key: int) -> list[_Operation]:
         """The operations that the values in a storage depend on, in order."""

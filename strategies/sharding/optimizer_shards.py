@@ -134,12 +134,10 @@ class OptimizerShards(OwnPart):
         optimizer: of one of the classes `ELEMENTWISE`.
         rank: this rank.
         num_ranks: number of ranks.
-        gather: gathers an object of every rank on rank 0, and returns None on the others.
+        gather: gathers an object of every rank on rank 0; the list is empty on the others.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any] | None]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any]]) -> None:
         self._gather = gather
         super().__init__(optimizer, rank, num_ranks)
         self.take_state()
@@ -157,7 +155,7 @@ class OptimizerShards(OwnPart):
         found = self._optimizer.state_dict()
         for indices in buckets(self._parameters, BUCKET_BYTES):  # as many at a time as a bucket holds
             own = {i: found["state"][i] for i in indices if self._owners[i] == self._rank and i in found["state"]}
-            for part in self._gather(own) or []:
+            for part in self._gather(own):
                 found["state"].update(part)
         found["state"] = dict(sorted(found["state"].items()))
         return found

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
 
 from ..core.errors import ConfigError
 from ..core.options import Count
@@ -91,9 +92,15 @@ class ShardedModule:
         on_cpu = mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
         root = _Root(module)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if tensor.device == device or tensor.is_meta else tensor.detach().to(device)
+
         for part in (*parts, root):
             # torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1)
-            apply_anew(part, lambda t: t if t.device == device or t.is_meta else t.detach().to(device))
+            apply_anew(part, moved)
+            for metric in (one for one in part.modules() if isinstance(one, Metric)):
+                metric._apply(moved)  # its states are neither parameters nor buffers
             scalars = {parameter for parameter in part.parameters() if not parameter.dim()}  # torch can't cut them
             again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
@@ -258,6 +265,8 @@ class ShardedModule:
 
     def _note_use(self, gathered: Any) -> None:
         """Note that a parameter has a gradient, which torch will reduce: a hook of the gathered one."""
+        if gathered.grad is None:  # frozen after the forward whose graph goes backward
+            return
         if gathered.grad.layout is not torch.strided:
             raise ConfigError(
                 f"fsdp: the gradient of {gathered.key} is sparse, and can't be cut over the ranks. Set sparse=False "

@@ -84,15 +84,6 @@ def shard_like(whole: Tensor, shard: Any) -> Tensor:
     return distribute_tensor(whole.to(shard.device), shard.device_mesh, placements, src_data_rank=None)
 
 
-def shard_optimizer_state(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """Cut the tensors of an optimizer's state as its parameters are.
-
-    Args:
-        parameters: of all groups, in order.
-    """
-    return {**state, "state": {i: shard_entry(entry, parameters[i]) for i, entry in state["state"].items()}}
-
-
 def shard_entry(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Cut the tensors that an optimizer keeps of a parameter as it is, and copy them: a view would keep the whole."""
     return {

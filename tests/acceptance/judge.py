@@ -51,6 +51,12 @@ PLANS: dict[str, Plan] = {
     "dp_3": Plan(lambda **o: S.DataParallelStrategy(**o), 3),
     "balanced_dp": Plan(lambda **o: S.BalancedDataParallelStrategy(weights=[1, 2], **o), 2),
     "ddp": Plan(lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, **o), 2, 2),
+    "ddp_global_view": Plan(
+        lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, global_view=True, **o), 2, 2
+    ),
+    "ddp_global_view_3": Plan(
+        lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, global_view=True, **o), 3, 3
+    ),
     "model_parallel": Plan(lambda **o: S.ModelParallelStrategy(**{"num_microbatches": 2, **o}), 2),
     "ddp_model_parallel": Plan(
         lambda **o: S.DDPModelParallelStrategy(batch_size_is="global", timeout_s=20, **{"num_microbatches": 2, **o}),
@@ -288,7 +294,7 @@ class Judge:
     """Verdicts of cases, each trained on one device once."""
 
     def __init__(self) -> None:
-        self.groups = {size: Ranks(size) for size in (1, 2)}
+        self.groups = {size: Ranks(size) for size in {plan.ranks for plan in PLANS.values()}}
         self.references: dict[tuple[str, bool, bool], Seen] = {}
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import late_device
 import pytorch_lightning as pl
 import pytorch_lightning.callbacks as plc
 import torch
@@ -107,10 +108,25 @@ def callback(name: str, folder: Path) -> pl.Callback:
     }[name]()
 
 
+ON_CPU = ("stock", "single_device")
+"""What others are compared with stays on the CPU."""
+accelerator = "cpu"
+
+
+def observe_on_late_devices(case: Case, spread: Spread, folder: str) -> Observed:
+    """`observe`, in a process that has late devices from its first case on."""
+    global accelerator
+    if accelerator == "cpu":
+        accelerator = "late"
+        late_device.load(6)
+    return observe(case, spread, folder)
+
+
 def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Callback], logger: Tape) -> Any:
     """Lightning's trainer for `stock`, Evener's otherwise."""
     given: dict[str, Any] = dict(case.options.__dict__) | {
-        "callbacks": callbacks, "logger": logger, "accelerator": "cpu", "devices": spread.devices,
+        "callbacks": callbacks, "logger": logger, "devices": spread.devices,
+        "accelerator": "cpu" if spread.kind in ON_CPU else accelerator,
         "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
         "enable_checkpointing": any("checkpoint" in name for name in case.callbacks),
     }  # fmt: skip

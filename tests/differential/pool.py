@@ -88,15 +88,20 @@ class Group:
 
 
 class Pool:
-    """Groups of every size, started when they are first needed."""
+    """Groups of every size, started when they are first needed.
 
-    def __init__(self) -> None:
+    Args:
+        function: see `Group`.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self.groups: dict[int, Group] = {}
+        self.function = function
 
     def run(self, case: Case, spread: Spread) -> list[Any]:
         size = spread.num_processes
         if size not in self.groups:
-            self.groups[size] = Group(size)
+            self.groups[size] = Group(size, function=self.function)
         return self.groups[size].run(case, spread)
 
     def restart(self) -> None:

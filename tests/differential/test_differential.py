@@ -7,15 +7,20 @@ and writes the table of verdicts; `-k ddp` runs a part.
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import late_device
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
+from late_device import needs_late_device
 
 from .cases import Case, Optimization, Options, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
+from .observe import observe_on_late_devices
+from .pool import Pool
 from .settled import settled
 
 FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "balanced_ddp": 4,
@@ -59,6 +64,48 @@ def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt)
     holds()
 
 
+ON_LATE_DEVICES = {"dp": 12, "balanced_dp": 6, "ddp": 4, "fsdp": 4}
+
+
+def movable(case: Case) -> Case:
+    """A case without what Lightning itself does otherwise on accelerators.
+
+    It leaves some containers where they are, draws the weights of `configure_model` on the device, and `ModelPruning`
+    goes back to the first weights there (on a CPU these are the trained ones' own memory). torch unties parameters that
+    it moves to a device of other makers.
+    """
+    batches = replace(
+        case.batches,
+        shape="tuple" if case.batches.shape == "namespace" else case.batches.shape,
+        extras=tuple(extra for extra in case.batches.extras if extra not in ("deque", "ndarray")),
+    )
+    kept = tuple(name for name in case.net.peculiar if name not in ("configure_model", "own_transfer", "moves_batch"))
+    callbacks = tuple(name for name in case.callbacks if not name.startswith("pruning"))
+    net = replace(case.net, peculiar=kept, kind="deep" if case.net.kind == "tied" else case.net.kind)
+    return replace(case, batches=batches, net=net, callbacks=callbacks)
+
+
+@needs_late_device
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ON_LATE_DEVICES)
+def test_a_drawn_training_on_late_devices_equals_one_cpu_or_is_refused(kind: str) -> None:
+    late_device.library()
+    hunt = Hunt(Pool(observe_on_late_devices))
+
+    @seed(3)
+    @settings(max_examples=ON_LATE_DEVICES[kind], phases=[Phase.generate], **COMMON)
+    @given(case=CASES, spread=SPREADS[kind])
+    def holds(case: Case, spread: Spread) -> None:
+        case = settled(movable(case), spread)
+        verdict = hunt.judge(case, spread)
+        assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+
+    try:
+        holds()
+    finally:
+        hunt.pool.restart()
+
+
 @pytest.mark.timeout(200)
 def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hunt: Hunt) -> None:
     """Lightning's loop, which runs this step, called `on_train_batch_end` before the ranks had met."""
@@ -70,6 +117,14 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
 def test_toggled_optimizers_may_share_a_graph_under_dp(hunt: Hunt) -> None:
     # The replicas' copies of what was toggled off were written to while the graph of the second backward needed them.
     verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), Spread("dp", 3))
+    assert verdict.word == "equal", verdict.reason
+
+
+@pytest.mark.timeout(200)
+def test_toggled_optimizers_may_share_a_graph_under_fsdp(hunt: Hunt) -> None:
+    # What was toggled off between two backward passes of one graph has no gradient, of which the layout was asked.
+    spread = Spread("fsdp", 2, (("batch_size_is", "global"),))
+    verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), spread)
     assert verdict.word == "equal", verdict.reason
 
 

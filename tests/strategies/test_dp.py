@@ -433,6 +433,10 @@ class Returns(TokenNet):
         return {**super().training_step(batch, batch_idx), "logits": self(batch[0]), "count": torch.tensor(3)}
 
 
+class Blind(Returns):
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
+
+
 class Reads(Returns):
     def __init__(self) -> None:
         super().__init__()
@@ -440,6 +444,13 @@ class Reads(Returns):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.received.append(dict(outputs))
+
+
+def test_larger_outputs_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Pain 9: only losses and scalars reach the root, unless a hook reads the others."""
+    with caplog.at_level(logging.INFO):
+        fit(Blind().double(), "dp")
+    assert "does not reach callbacks" not in caplog.text  # nobody has asked
 
 
 def test_outputs_that_cannot_be_joined_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,6 +105,17 @@ class FailsEarly(Told):
             time.sleep(60)
 
 
+class FailsOtherwise(Told):
+    """Rank 1 raises in the first attempt, and leaves without a word in the next one."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+            os._exit(7)
+
+    def misbehave(self) -> None:
+        raise KeyError("rank 1 had enough")
+
+
 class Diverges(Told):
     """Every loss is nan."""
 
@@ -214,7 +225,7 @@ class Numbered(pl.LightningModule):
 
     def is_asked_to_stop(self) -> bool:
         strategy: Any = self.trainer.strategy
-        return strategy.group.coordinator.stop_agreement.armed
+        return strategy.group.stopping.armed
 
     def on_train_end(self) -> None:
         state = self.layer.state_dict()

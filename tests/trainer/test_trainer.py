@@ -7,12 +7,11 @@ import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
-from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from pytorch_lightning.plugins.layer_sync import LayerSync
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
 
 from evener.strategies import STRATEGIES, ConfigError, DDPStrategy, SingleDeviceStrategy
-from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.strategies.ranks.strategy import RankStrategy
 from evener.strategies.registry import LIGHTNINGS_WORDS
 from evener.trainer import Trainer
@@ -88,8 +87,6 @@ class NamedSync(LayerSync):
 def test_a_layer_plugin_of_the_users_is_the_one_that_ranks_apply() -> None:
     given = NamedSync()
     assert Trainer(strategy="ddp", devices=2, plugins=[given], **QUIET).strategy._layer_sync is given
-    torchs: Any = Trainer(strategy="ddp", devices=2, plugins=[TorchSyncBatchNorm()], **QUIET).strategy
-    assert type(torchs._layer_sync) is SyncBatchNorm  # torch's own refuses the CPU
 
 
 def test_a_start_method_that_the_platform_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

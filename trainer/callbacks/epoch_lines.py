@@ -3,12 +3,12 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytorch_lightning as pl
 from typing_extensions import override
 
-from ...strategies.core.patching import LIGHTNING_TELLS
+from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class EpochLines(pl.Callback):
     def __init__(self) -> None:
         self._since = 0.0
         self._ended: tuple[int, float] | None = None
-        self._before: list[tuple[logging.Logger, Callable[[logging.LogRecord], bool]]] = []
+        self._told_first = ExitStack()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -33,15 +33,11 @@ class EpochLines(pl.Callback):
                 self._tell(trainer)
             return True
 
-        self._before = [(logging.getLogger(name), tell_first) for name in LIGHTNING_TELLS]
-        for logger, tells in self._before:
-            logger.addFilter(tells)
+        self._told_first.enter_context(filtered(LIGHTNING_TELLS, tell_first))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for logger, tells in self._before:
-            logger.removeFilter(tells)
-        self._before = []
+        self._told_first.close()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

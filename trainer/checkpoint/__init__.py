@@ -2,7 +2,7 @@
 
 Exports: Checkpoint, RunTimer, distinguish; find, file_io, checkpoint_io, snapshots, clean_points,
 separate_evaluation.
-May import: logging.
+May import: logging, loggers.
 """
 
 from ._callback import Checkpoint, distinguish

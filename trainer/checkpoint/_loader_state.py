@@ -44,8 +44,9 @@ def make_resumable(loader: Any, rank: int) -> Any:
         loader = _Reread(loader)
     if isinstance(loader, Stream) and not is_resumable(loader):
         loader.__class__ = _subclass(ResumableStream, type(loader))
-        if isinstance(loader, Divided):  # all ranks read the same stream, as one device does: its workers' seeds too
-            make_resumable(loader.loader, rank=0)
+        if isinstance(loader.loader, DataLoader):
+            # if all ranks read the same stream, as one device does, its workers have the same seeds, too
+            make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
     elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
         loader.__class__ = _subclass(ResumableLoader, type(loader))
     elif (

@@ -1,6 +1,6 @@
 """Capture and restore the state that exact resuming needs beyond Lightning's checkpoints.
 
-`_other_ranks.py` carries it over to another number of ranks.
+`_resume_point.py` carries it over to another number of ranks.
 
 | state | kept per rank |
 |---|---|
@@ -22,7 +22,6 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
-from ...strategies.batch.run_structures import RunStructures
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
 from ...strategies.distributed.metrics.states import Mark, SavedMetric
@@ -43,7 +42,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": contract.whole_gradients(module) if accumulating else None,
-        "weights": _on_cpu(_weights(trainer).total) if accumulating else 0.0,
+        "weights": _on_cpu(_accumulation(trainer).total) if accumulating else 0.0,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(module)
@@ -51,7 +50,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
-        "structures": structures.decided if (structures := _structures(trainer)) else [],
+        "structures": structures.decided if (structures := getattr(trainer.strategy, "structures", None)) else [],
     }
 
 
@@ -70,7 +69,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     trainer._logger_connector._callback_metrics.update(state["logged"])
     results: Any = trainer.fit_loop.epoch_loop._results
     results.restore(state["results"])
-    if structures := _structures(trainer):
+    if structures := getattr(trainer.strategy, "structures", None):  # Lightning's own strategies have none
         structures.decided = state.get("structures", [])  # files of earlier versions have none
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
@@ -79,7 +78,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
             saved.give(metric)
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
-    _weights(trainer).total = move_data_to_device(state["weights"], trainer.strategy.root_device)
+    _accumulation(trainer).total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
@@ -132,15 +131,9 @@ def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, An
     return states
 
 
-def _weights(trainer: pl.Trainer) -> Any:
-    """The loss weights of the accumulated step, in `loops.accumulation.Accumulation`."""
+def _accumulation(trainer: pl.Trainer) -> Any:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return epoch_loop.accumulation
-
-
-def _structures(trainer: pl.Trainer) -> RunStructures | None:
-    """What the strategy knows of batches; None with Lightning's own strategies."""
-    return getattr(trainer.strategy, "structures", None)
 
 
 def _metric_sync(trainer: Any) -> MetricSync | None:

@@ -12,9 +12,7 @@ from typing import Any
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -23,16 +21,16 @@ from typing_extensions import override
 
 from ...strategies.core.internals import callbacks_of
 from ...strategies.core.patching import replaced
-from ...strategies.distributed.objects import gather_on_first
+from ...strategies.distributed.objects import gather_objects
 from ...strategies.registry import ranks_of
-from . import _logged_rows, _run_state
+from ..loggers import journal
+from . import _run_state
 from ._callback import Checkpoint
 from ._hparams import class_name, restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
 from .file_io import CheckpointError
-from .separate_evaluation import ValidationStopped
 
 EXACT = "exact_resume"
 """The checkpoint key of the state that Lightning's checkpoints do not contain."""
@@ -119,6 +117,23 @@ class ResumingFitLoop(_FitLoop):
         if self._stops():
             self._save_and_stop("between_batches")
 
+    def stop_before_validation(self) -> None:
+        """Save and stop where a signal has ended the validation after a batch, which comes again.
+
+        Raises:
+            SIGTERMException: after the checkpoint was written.
+        """
+        self.trainer.training = True
+        self._save_and_stop("before_validation")
+
+    def begin_epoch(self, data_fetcher: Any, restarting: bool) -> Place | None:
+        """Begin to read an epoch, and return the point at which it was left if the run resumes within it."""
+        if self.begins_epoch and (restarting or self.is_resuming):  # where Lightning takes the setup's iterator
+            iter(data_fetcher)  # with the random state restored
+        self.begins_epoch = False
+        resumed, self.resumed = self.resumed, ResumePoint()
+        return resumed.point
+
     @override
     def on_advance_end(self) -> None:
         if self._has_metrics:
@@ -138,7 +153,7 @@ class ResumingFitLoop(_FitLoop):
         """Whether to stop at this step; ranks decide together, between two batches."""
         received = self.trainer._signal_connector.received_sigterm
         ranks = ranks_of(self.trainer.strategy)
-        return received if ranks is None else ranks.group.agree_to_stop(received)
+        return received if ranks is None else ranks.group.stopping.agreed(received, self.trainer.global_step)
 
     def agree_to_end(self, at_once: bool = False) -> None:
         """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
@@ -148,7 +163,7 @@ class ResumingFitLoop(_FitLoop):
         """
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         if ranks is not None:
-            trainer.should_stop = ranks.group.agree_to_end(trainer.should_stop, at_once)
+            trainer.should_stop = ranks.group.stopping.ends(trainer.should_stop, trainer.global_step, at_once)
 
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
@@ -204,7 +219,7 @@ class ResumingFitLoop(_FitLoop):
 
     def _all_states(self, point: ResumePoint) -> list[dict[str, Any]] | None:
         assert point.own is not None
-        return [point.own] if self.trainer.world_size == 1 else gather_on_first(point.own)
+        return [point.own] if self.trainer.world_size == 1 else gather_objects(point.own, only_first=True) or None
 
     def _resume_point(self) -> ResumePoint:
         """Read where this rank is, with its state alone."""
@@ -212,7 +227,7 @@ class ResumingFitLoop(_FitLoop):
         return ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
-            _logged_rows.count(self.trainer),
+            journal.positions(self.trainer),
             counts_global_batches(self.trainer),
             [_run_state.capture(self.trainer, accumulating)],
         )
@@ -301,8 +316,7 @@ class ResumingFitLoop(_FitLoop):
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
-        _logged_rows.withdraw_later_points(self.trainer)
-        _logged_rows.withdraw(self.trainer, self.resumed.rows)
+        journal.cut_back(self.trainer, self.resumed.rows)
         if self.resumed.point == "after_epoch":
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False
@@ -312,55 +326,3 @@ class ResumingFitLoop(_FitLoop):
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
         self.agree_to_end(at_once=True)
-
-
-class ResumingEpochLoop(_TrainingEpochLoop):
-    """Loop over the batches of an epoch that saves and resumes at clean points."""
-
-    @property
-    def _fit_loop(self) -> ResumingFitLoop:
-        fit_loop = self.trainer.fit_loop
-        assert isinstance(fit_loop, ResumingFitLoop)
-        return fit_loop
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        if self._fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
-            self._restarting = self.val_loop._restarting = False
-            # the rest of the epoch's end is still to come
-            self.trainer.should_stop = self._fit_loop.resumed.should_stop
-
-    @override
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        fit_loop = self._fit_loop
-        if fit_loop.begins_epoch and (self.restarting or fit_loop.is_resuming):  # where Lightning takes the setup's
-            iter(data_fetcher)  # with the random state restored
-        fit_loop.begins_epoch = False
-        super().on_run_start(data_fetcher)
-
-    @override
-    def run(self, data_fetcher: _DataFetcher) -> None:
-        super().run(data_fetcher)
-        self._fit_loop.end_within_epoch()
-
-    def finish_validation(self, data_fetcher: _DataFetcher) -> None:
-        """Do, at the start of a resumed epoch, what comes after the batch at which its validation was stopped."""
-        fit_loop = self._fit_loop
-        resumed, fit_loop.resumed = fit_loop.resumed, ResumePoint()
-        if resumed.point == "before_validation":
-            vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
-            self.on_advance_end(data_fetcher)
-
-    # A subclass whose `on_advance_end` does not call this one must call `between_batches` itself, at its end.
-    @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        fit_loop = self._fit_loop
-        try:
-            super().on_advance_end(data_fetcher)
-        except ValidationStopped:
-            self.trainer.training = True
-            fit_loop._save_and_stop("before_validation")
-        except SIGTERMException:  # raised by Lightning as its last action here
-            fit_loop.stop_between_batches()
-        fit_loop.between_batches()

@@ -126,7 +126,7 @@ class SeparateEvaluation(_EvaluationLoop):
         ranks = ranks_of(self.trainer.strategy)
         stops = received and not ended
         if ranks is not None:
-            stops = ranks.group.agree_to_stop_validation(received, self._number, self._num_batches, ended)
+            stops = ranks.group.stopping.stops_validation(received, self._number, self._num_batches, ended)
         if stops:
             raise ValidationStopped
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,25 +45,17 @@ def directory_in_memory(dirpath: str | Path) -> Path:
 def _is_own(path: Path, make: bool = False) -> bool:
     """Whether a directory in memory is this user's alone, so that no path through it leads to what others put there.
 
-    It is made and opened relative to `MEMORY`, in which anybody may make files, but not replace those of others.
+    It is in `MEMORY`, in which anybody may make files, but not replace those of others.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY
-    try:
-        with ExitStack() as opened:
-            opened.callback(os.close, memory := os.open(MEMORY, flags))
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(path.name, 0o700, dir_fd=memory)
-            opened.callback(os.close, directory := os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=memory))
-            found, above = os.fstat(directory), os.fstat(memory)
-            own = found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS
-            if own and (above.st_mode & stat.S_ISVTX or not above.st_mode & _OTHERS_WRITE):
-                return True
-    except FileNotFoundError:
-        return False
-    except OSError:  # a link, or not for this user to open
-        pass
-    logger.warning("%s is passed over: it belongs to another user, or is open to others.", path)
+    if make:
+        with suppress(OSError):  # it is there, or nobody may make it
+            path.mkdir(0o700)
+    with suppress(OSError):
+        found, above = path.lstat(), MEMORY.stat()
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS
+        if own and (above.st_mode & stat.S_ISVTX or not above.st_mode & _OTHERS_WRITE):
+            return True
+        logger.warning("%s is passed over: it belongs to another user, or is open to others.", path)
     return False
 
 

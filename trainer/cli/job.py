@@ -1,24 +1,21 @@
 """Run the jobs of a command: this process's own, or those that rank 0 publishes under a launcher."""
 
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
 from ..job import tables
-from ..job.failure import sentence_of, users_frames
-from ..job.result import DIVERGED, WorkerError
+from ..job.result import DIVERGED
 from ..job.run import Run
 from ..job.summary import show_summary
 from ..launch import cluster, membership
-from .main import in_sweep, refuse
+from .main import in_sweep
 from .train import ADVISORY_MODES, check, default_run_dir, inside_hydra, prepare, train
 
 
@@ -47,28 +44,9 @@ def follow(started_by: ClusterEnvironment) -> None:
         cluster.leave(started_by)
 
 
-def run_reported(cfg: DictConfig, wants_traceback: bool) -> float | None:
-    """Run one job, and report a user error in one sentence.
-
-    Raises:
-        SystemExit: it failed for a reason that a sentence explains; in a sweep Hydra reports which job failed.
-    """
-    try:
-        return run_job(cfg)
-    except (ConfigError, WorkerError, MisconfigurationException) as exc:
-        refuse(exc, cfg, wants_traceback, job_sentence(exc))
-
-
-def check_reported(cfg: DictConfig) -> None:
-    """Check a configuration without running it, and report the result in one sentence.
-
-    Raises:
-        SystemExit: it has a mistake.
-    """
-    try:
-        checked = check(cfg)
-    except ConfigError as exc:
-        sys.exit(f"Error: {exc}")
+def check_job(cfg: DictConfig) -> None:
+    """Check a configuration without running it, and say that it is valid."""
+    checked = check(cfg)
     named = [f"{key}={checked[key].get('_target_')}" for key in ("module", "data", "strategy") if checked.get(key)]
     sys.stdout.write(f"The configuration is valid: {', '.join(named)}, devices={checked.devices}.\n")
 
@@ -128,14 +106,3 @@ def verify_alone(asked: str) -> None:
     """
     if cluster.detect() is not None:
         raise ConfigError(f"{asked} must run in a single process. Start it without torchrun or srun.")
-
-
-def job_sentence(exc: Exception) -> str:
-    """Describe a user error of a job in one sentence, and any other exception by the user's frames."""
-    if isinstance(exc, WorkerError):
-        return str(exc)
-    if sentence := sentence_of(exc):
-        return sentence
-    if isinstance(exc, OSError) and exc.filename is not None:
-        return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-    return users_frames("".join(traceback.format_exception(exc)))

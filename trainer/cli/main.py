@@ -68,7 +68,6 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     replace_former_words()
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
-    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
     if strange := [word for word in sys.argv[1:] if any("\ud800" <= letter <= "\udfff" for letter in word)]:
         sys.exit(f"Error: {strange[0]!a} is not UTF-8, so that no log could name it. Give another name.")
     if os.getcwd() not in sys.path:
@@ -79,16 +78,16 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         elif "--version" in sys.argv[1:]:
             sys.stdout.write(f"evener {version('evener')}\n")
         else:
-            run(source, config_name, wants_traceback)
+            run(source, config_name)
     except Exception as exc:
         show_unfinished()
-        if wants_traceback:
+        if wants_traceback():
             if isinstance(exc, WorkerError):
                 sys.stderr.write(exc.trace)
             raise
-        sys.exit(explain(exc, source))
+        end(exc, source)
     except KeyboardInterrupt:  # a second Ctrl-C, while the first one ends the run
-        if wants_traceback:
+        if wants_traceback():
             raise
         sys.exit(128 + signal.SIGINT)
     finally:
@@ -133,20 +132,27 @@ def replace_former_words() -> None:
     sys.argv[1:] = [re.sub(r"^(\+*strategy)\.verify_loss=", r"\1.verify=", word) for word in words]
 
 
-def run(source: Source, config_name: str, wants_traceback: bool) -> None:
+def run(source: Source, config_name: str) -> None:
     """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
+    reraises = wants_traceback()  # as asked, before Hydra is
 
     def job(cfg: DictConfig) -> float | None:
         try:
             verify_early(cfg)
-        except ConfigError as exc:
-            refuse(exc, cfg, wants_traceback)
-        from ...strategies.distributed.process_exit import freeze_for_good
-        from .job import check_reported, run_reported
+            from ...strategies.distributed.process_exit import freeze_for_good
+            from .job import check_job, run_job
 
-        freeze_for_good()
-        gc.enable()
-        return check_reported(cfg) if only_check else run_reported(cfg, wants_traceback)
+            freeze_for_good()
+            gc.enable()
+            return check_job(cfg) if only_check else run_job(cfg)
+        except Exception as exc:
+            if in_sweep():  # of which Hydra reports which job failed
+                raise
+            if not only_check:
+                discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
+            if reraises:
+                raise
+            end(exc, source)
 
     def run_hydra() -> None:
         path = source.config_dir or CONFIG_PACKAGE
@@ -194,20 +200,26 @@ def verify_early(cfg: DictConfig) -> None:
         verify_own_data(hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
 
 
-def refuse(exc: Exception, cfg: DictConfig, wants_traceback: bool, sentence: str | None = None) -> NoReturn:
-    """End the command with one sentence, and without the directory of a run that never started.
+def wants_traceback() -> bool:
+    """Whether errors are to be raised as they are."""
+    return os.environ.get(FULL_ERROR, "0") == "1"
+
+
+def end(exc: Exception, source: Source = PACKAGE) -> NoReturn:
+    """End the command: a user error is one sentence, and of any other exception the user's frames are shown.
 
     Raises:
-        SystemExit: with the sentence; in a sweep, where Hydra reports which job failed, the error itself.
+        SystemExit: with the status of a worker that has ended the run; 1 in general.
     """
-    if not in_sweep():
-        discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
-    if wants_traceback or in_sweep():
-        raise exc
-    told, status = f"Error: {sentence or exc}", getattr(exc, "status", 1)
-    if status == 1:
-        sys.exit(told)
-    sys.stderr.write(f"{told}\n")
+    sentence = str(exc) if isinstance(exc, (ConfigError, WorkerError)) else None
+    sentence = sentence or composition_sentence(exc, source, overrides())
+    if sentence is None:
+        from ..job.failure import error_sentence
+
+        sentence = error_sentence(exc)
+    if (status := exc.status if isinstance(exc, WorkerError) else 1) == 1:
+        sys.exit(f"Error: {sentence}")
+    sys.stderr.write(f"Error: {sentence}\n")
     sys.exit(status)
 
 
@@ -253,14 +265,3 @@ def added_folders() -> tuple[str, ...]:
     parser.add_argument("--config-dir", "-cd")
     given: str | None = parser.parse_known_args()[0].config_dir
     return () if given is None else (str(Path(given).absolute()),)
-
-
-def explain(exc: Exception, source: Source = PACKAGE) -> str:
-    """Describe a user error in one sentence, and any other exception by the user's frames."""
-    if sentence := composition_sentence(exc, source, overrides()):
-        return f"Error: {sentence}"
-    if isinstance(exc, ConfigError):
-        return f"Error: {exc}"
-    from .job import job_sentence
-
-    return f"Error: {job_sentence(exc)}"

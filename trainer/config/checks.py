@@ -156,8 +156,8 @@ def verify_target(key: str, options: Any, kind: type) -> type:
             f"{key}._target_={target} can't be imported by workers. Move the class from __main__ to a module."
         )
     try:
-        found = find_object(target)
-    except Exception as exc:
+        found = pkgutil.resolve_name(target)
+    except Exception as exc:  # of the module's code
         reason, suggestion = why_not_found(target, kind, exc)
         raise ConfigError(
             f"{key}._target_={target} can't be imported: {reason}. "
@@ -168,11 +168,6 @@ def verify_target(key: str, options: Any, kind: type) -> type:
     verify_family(found)
     given = f"the class {found.__module__}.{found.__qualname__}" if is_class(found) else f"a {type(found).__name__}"
     raise ConfigError(f"{key}._target_={target} must be {expected}; got {given}. Give the import path of a subclass.")
-
-
-def find_object(target: str) -> Any:
-    """Import the object at a dotted path, which runs the module's code: any error is possible."""
-    return pkgutil.resolve_name(target)
 
 
 def is_class(value: object) -> TypeIs[type[Any]]:
@@ -232,7 +227,7 @@ def verify_nested(key: str, options: Any) -> None:
     target = str(options["_target_"])
     verify_not_gone(target)
     try:
-        found = find_object(target)
+        found = pkgutil.resolve_name(target)
     except Exception as exc:
         raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
     if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:

@@ -80,6 +80,15 @@ def sentence_of(exc: BaseException) -> str | None:
     return None
 
 
+def error_sentence(exc: Exception) -> str:
+    """Describe a user error in one sentence, and any other exception by the user's frames."""
+    if sentence := sentence_of(exc):
+        return sentence
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
+    return users_frames("".join(traceback.format_exception(exc)))
+
+
 def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
     """Leave the frames of libraries out of a traceback, but for the innermost if there is no other.
 

@@ -154,6 +154,12 @@ class Result:
         return cls(**json.loads((Path(run_dir) / RESULT_FILE).read_text(encoding="utf-8")))
 
 
+def discard_result(run_dir: str | Path) -> None:
+    """Remove the result of an earlier run in the same directory, and what one that was killed had of it."""
+    for path in (Path(run_dir) / RESULT_FILE, *Path(run_dir).glob(f".{RESULT_FILE}.*.tmp")):
+        path.unlink(missing_ok=True)
+
+
 def write_json(outcome: Any, path: Path) -> None:
     """Write a dataclass as JSON."""
     path.write_text(_json(outcome), encoding="utf-8")

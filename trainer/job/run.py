@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import ModelSummary, ProgressBar
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -52,11 +52,6 @@ class Parts:
     def best_checkpoint(self) -> str | None:
         """Path of the best checkpoint; None if none was kept."""
         return getattr(self.trainer.checkpoint_callback, "best_model_path", None) or None
-
-    @property
-    def last_checkpoint(self) -> str | None:
-        """Path of the newest checkpoint; None if none was kept."""
-        return getattr(self.trainer.checkpoint_callback, "last_model_path", None) or self.best_checkpoint
 
 
 @dataclass(frozen=True)
@@ -189,6 +184,8 @@ def build(cfg: DictConfig) -> Parts:
         options["enable_progress_bar"] = False
     make_trainer = partial(constructor("trainer", cfg.trainer), **options)
     loggers: list[Logger] = [instantiate(key, options) for key, options in entries("logger", cfg.get("logger"))]
+    if not loggers:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]  # it refuses
     try:
         trainer: pl.Trainer = make_trainer(
             strategy=strategy,
@@ -281,19 +278,13 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
     return str(path)
 
 
-def monitored_value(trainer: pl.Trainer, cfg: DictConfig, metrics: dict[str, float]) -> tuple[float | None, int | None]:
-    """The best value of the monitored metric and its epoch; its last one if no checkpoint is ranked by it."""
-    ranks = trainer.checkpoint_callback
-    if isinstance(ranks, Checkpoint) and cfg.mode == "fit" and ranks.monitor == cfg.monitor:
-        score: Any = ranks.best_model_score  # untyped
-        return (metrics.get(cfg.monitor), None) if score is None else (float(score), ranks.best_epoch)
-    return metrics.get(cfg.monitor), None
-
-
 def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
     """Assemble the result."""
-    trainer, strategy = parts.trainer, parts.trainer.strategy
-    monitored, epoch = monitored_value(trainer, cfg, metrics)
+    trainer, strategy, summary = parts.trainer, parts.trainer.strategy, parts.summary
+    monitored, epoch, ranks = metrics.get(cfg.monitor), None, trainer.checkpoint_callback
+    if isinstance(ranks, Checkpoint) and cfg.mode == "fit" and ranks.monitor == cfg.monitor:
+        score: Any = ranks.best_model_score  # untyped; of the best checkpoint
+        monitored, epoch = (monitored, None) if score is None else (float(score), ranks.best_epoch)
     return Result(
         mode=cfg.mode,
         strategy=name_of(strategy),
@@ -304,12 +295,12 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         monitor=cfg.monitor,
         monitored=monitored,
         monitored_epoch=epoch,
-        global_batch=parts.summary.global_batch,
-        samples_per_s=parts.summary.samples_per_s,
+        global_batch=summary.global_batch,
+        samples_per_s=summary.samples_per_s,
         num_steps=trainer.global_step,
         best_checkpoint=parts.best_checkpoint,
-        last_checkpoint=parts.last_checkpoint,
+        last_checkpoint=getattr(ranks, "last_model_path", None) or parts.best_checkpoint,
         predictions=predictions,
-        peak_memory_mib=parts.summary.peak_memory_mib,
-        status=DIVERGED if parts.summary.diverged else FINISHED,
+        peak_memory_mib=summary.peak_memory_mib,
+        status=DIVERGED if summary.diverged else FINISHED,
     )

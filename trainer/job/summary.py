@@ -6,11 +6,9 @@ from pathlib import Path
 
 from rich.text import Text
 
+from ..callbacks.curves import NOT_THEIRS
 from . import tables
 from .result import DIVERGED, Result, short_path
-
-MEASURED = ("balance/", "device/", "lr-", "speed/")
-"""How the names of metrics begin that the module did not log."""
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
@@ -66,7 +64,7 @@ def memory_text(peaks_mib: list[float]) -> str:
 def is_shown(name: str, result: Result) -> bool:
     """Whether to show a metric: not a step's value, nor what callbacks measured, nor an epoch's value twice."""
     repeated = name.endswith("_epoch") and name.removesuffix("_epoch") in result.metrics
-    return not (name.endswith("_step") or name.startswith(MEASURED) or repeated)
+    return not (name.endswith("_step") or name.startswith(NOT_THEIRS) or repeated)
 
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:

@@ -1,8 +1,6 @@
-"""Print tables on the console, and write them to files."""
+"""Print tables on the console."""
 
-import csv
-from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +39,3 @@ def show(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> No
         console.print(table)
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-
-
-def write(path: Path, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table as a CSV file."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([headings, *rows])

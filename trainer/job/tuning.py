@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytorch_lightning as pl
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
 
 from ...strategies.core import rng
 from ...strategies.core.devices import is_out_of_memory, release_cached_memory
@@ -97,19 +96,13 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
         fits: whether a number of samples fits.
         limit: the largest number to try.
 
-    Returns:
-        The number of samples, at least 1.
-
     Raises:
         ConfigError: a batch of one sample does not fit.
     """
     good, bad = 0, limit + 1
     while good + 1 < bad:
         size = min(max(1, 2 * good), limit) if bad > limit else (good + bad) // 2
-        if fits(size):
-            good = size
-        else:
-            bad = size
+        good, bad = (size, bad) if fits(size) else (good, size)
     while good and not fits(good):
         good = good * 9 // 10
     if not good:
@@ -124,12 +117,12 @@ def _num_samples(data: pl.LightningDataModule) -> int:
     data.prepare_data()
     data.setup("fit")
     loader: Any = data.train_dataloader()
-    if not isinstance(loader, DataLoader):
-        raise ConfigError("batch_size=auto needs train_dataloader() to return one DataLoader. Set data.batch_size.")
     try:
-        return len(loader.dataset)  # pyright: ignore[reportArgumentType]  # TypeError if it has no length
-    except TypeError as exc:
-        raise ConfigError("batch_size=auto needs a dataset of known length. Set data.batch_size.") from exc
+        return len(loader.dataset)
+    except (AttributeError, TypeError) as exc:
+        raise ConfigError(
+            "batch_size=auto needs a dataset of known length, in one DataLoader. Set data.batch_size."
+        ) from exc
 
 
 def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
 from ...strategies.distributed.environment import kubeflow
-from ...strategies.distributed.signed_store import SecretCheck, signed
+from ...strategies.distributed.signed_store import secret_check, signed
 from ...strategies.distributed.store import RankError, attempt, base_store, root_store, silence, wait_for
 
 START_TIMEOUT_S = 1800.0
@@ -68,7 +68,7 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
     store = _jobs(cluster, None if cfg is None else cfg.num_nodes)
     store.set(f"job/{_num_jobs}", text)
     if cfg is None:
-        wait_for(store, [_farewell(rank) for rank in range(1, cluster.world_size())], FAREWELL_S)
+        wait_for(store, [f"farewell/{rank}" for rank in range(1, cluster.world_size())], FAREWELL_S)
     else:
         _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
     _num_jobs += 1
@@ -83,7 +83,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
     """
     global _num_jobs
     store = _jobs(cluster)
-    verify_secret = SecretCheck(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
+    verify_secret = secret_check(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
     try:
         while verify_secret() or not store.check([f"job/{_num_jobs}"]):
             time.sleep(POLL_S)
@@ -102,16 +102,12 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 def leave(cluster: ClusterEnvironment) -> None:
     """Tell rank 0 that this rank no longer needs the store; the last call of a rank."""
     with suppress(RuntimeError):  # rank 0 has exited
-        _jobs(cluster).set(_farewell(cluster.global_rank()), "")
+        _jobs(cluster).set(f"farewell/{cluster.global_rank()}", "")
 
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
     """What rank 0 hands out, of this attempt."""
     return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs", attempt())
-
-
-def _farewell(rank: int) -> str:
-    return f"farewell/{rank}"
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:

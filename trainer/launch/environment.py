@@ -5,16 +5,14 @@ import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-AGENT = "EVENER_AGENT_PID"
+PARENT = "EVENER_PARENT_PID"
 """Environment variable that holds the process id of a worker's parent."""
 
+FAILURE_FILE = "failure.json"
+"""The file of an attempt in which the first rank that fails says why."""
 
-FAILURE_FILE = "failure{}.json"
-"""The file beside a worker's configuration in which the first rank that fails says why; with the attempt's number."""
-
-RUNNING_FILE, STOPPED_FILE = "running", "stopped"
-"""The file beside a worker's configuration that is there while rank 0 runs; and what it is called, with the signal's
-number in it, once rank 0 was stopped by a signal and has ended in order."""
+RUNNING_FILE, ENDED_FILE = "running{}", "ended{}"
+"""The file of an attempt that is there while a rank runs; and what it is called once that has ended in order."""
 
 
 @contextmanager

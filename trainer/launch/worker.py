@@ -20,65 +20,65 @@ from ..job.failure import Failure
 from ..job.result import WorkerError
 from ..job.run import Run
 from ..job.signals import Interrupted, stops_at_once
-from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE
 
 
-def work(cfg: DictConfig, scratch: Path) -> None:
+def work(cfg: DictConfig, folder: Path) -> None:
     """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's.
 
     Args:
         cfg: the resolved configuration.
-        scratch: the directory that the command reads.
+        folder: what the command reads of this attempt.
     """
     leave_in_time(cfg.launcher.shutdown_timeout_s)
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    is_last = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
     def tell(failure: Failure) -> None:
-        with replacing(scratch / FAILURE_FILE.format(attempt)) as file:
+        with replacing(folder / FAILURE_FILE) as file:
             file.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        if attempt < int(os.environ["TORCHELASTIC_MAX_RESTARTS"]):
+        if not is_last:
             sys.stderr.write(f"rank {failure.rank} failed: {failure.short}\n")
 
     Run(cfg, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).execute(tell)
 
 
-def exit_status(cfg: DictConfig, scratch: Path) -> int:
+def exit_status(cfg: DictConfig, folder: Path) -> int:
     """Run one rank.
 
     Returns:
         The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
     """
-    running, hosts = scratch / RUNNING_FILE, os.environ["RANK"] == "0"
+    rank = os.environ["RANK"]
+    running = folder / RUNNING_FILE.format(rank)
     with stops_at_once():
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
-            if hosts:
-                running.touch()
-            work(cfg, scratch)
+            running.touch()
+            work(cfg, folder)
         except Interrupted as exc:
-            if hosts and running.exists():
-                running.write_text(str(exc.signum))
-                running.rename(scratch / STOPPED_FILE)
             return 128 + exc.signum
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as exc:  # noqa: BLE001  # reported already
             return exc.status if isinstance(exc, WorkerError) else 1
+        finally:
+            if running.exists():
+                running.rename(folder / ENDED_FILE.format(rank))
         return 0
 
 
 def begin() -> None:
     """Print Python's stack on a crash in native code, and end with the command."""
     faulthandler.enable()
-    die_with_parent(int(os.environ[AGENT]) if AGENT in os.environ else None)
+    die_with_parent(int(os.environ[PARENT]) if PARENT in os.environ else None)
 
 
-def run_forked(cfg: DictConfig, scratch: Path, variables: dict[str, str]) -> None:
+def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str]) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
 
     Args:
         cfg: the resolved configuration.
-        scratch: the directory that the command reads.
+        folder: what the command reads of this attempt.
         variables: the rank's environment.
 
     Raises:
@@ -92,7 +92,7 @@ def run_forked(cfg: DictConfig, scratch: Path, variables: dict[str, str]) -> Non
     logging.getLogger().handlers.clear()  # the command's; a rank opens its own log
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     numpy.random.seed()  # without a seed each rank draws its own numbers
-    status = exit_status(cfg, scratch)
+    status = exit_status(cfg, folder)
     leave_store()
     if status != 0:
         sys.exit(status)
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     begin()
     loaded = OmegaConf.load(sys.argv[1])
     assert isinstance(loaded, DictConfig)
-    end_process(exit_status(loaded, Path(sys.argv[1]).parent))
+    end_process(exit_status(loaded, Path(sys.argv[2])))

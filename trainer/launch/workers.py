@@ -8,30 +8,32 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking, kill_frozen
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking
+from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ..config.checks import AUTO, LaunchPlan
 from ..job.failure import Failure, report_killed
-from ..job.result import Result, WorkerError
+from ..job.result import Result, WorkerError, discard_result
 from ..job.run import keep_snapshot
 from ..job.signals import Interrupted, handled, loss, tell_stop
 from . import worker
-from .environment import AGENT, FAILURE_FILE, RUNNING_FILE, STOPPED_FILE, environment, importable
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE, environment, importable
 
 logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
 
 END_S = 30.0
 """Seconds that the others have to end after a worker has failed."""
@@ -57,6 +59,7 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
                 raise
             cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
             plan = LaunchPlan.of(cfg)
+            discard_result(cfg.run_dir)  # in which ranks see who was the first to fail
             logger.warning(
                 "rank %d failed for good (%s): going on with %d processes, devices=%s.",
                 exc.rank, exc, plan.num_processes, cfg.devices,
@@ -88,7 +91,8 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        AGENT: str(os.getpid()),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as under torchrun
+        PARENT: str(os.getpid()),
         "PYTHONPATH": importable(),
     }
     with scratch_directory() as scratch, environment(variables):
@@ -102,27 +106,27 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     return Result.read(cfg.run_dir)
 
 
-class Workers:
+class Workers(RankProcesses):
     """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
 
     Args:
         cfg: the resolved configuration.
-        scratch: a directory for what they leave.
+        scratch: a directory for what they leave, by attempt.
         forks: whether they are forked from this process.
 
     Attributes:
-        processes: one per rank, of the last attempt.
+        folder: what those of the last attempt leave.
+        processes: its processes, one per rank.
         requests: what signals have asked for.
         ended_at_once: whether the workers were ended at once.
     """
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
-        self.num_processes, self.scratch = num_processes, scratch
-        self.processes: list[BaseProcess | subprocess.Popen[bytes]] = []
+        super().__init__(cfg.launcher.monitor_interval_s, END_S)
+        self.num_processes, self.folder = num_processes, scratch
         self.requests = StopRequests()
         self.ended_at_once = False
-        self._cfg, self._forks = cfg, forks
-        self._deadline_s = math.inf
+        self._cfg, self._scratch, self._forks = cfg, scratch, forks
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
@@ -131,12 +135,15 @@ class Workers:
             The rank that failed first, in the last attempt; None if none did.
         """
         failed = None
+        if not self._forks:
+            (self._scratch / CONFIG_FILE).write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
         for attempt in range(self._cfg.launcher.max_restarts + 1):
-            (self.scratch / STOPPED_FILE).unlink(missing_ok=True)  # of one that has ended because another failed
+            self.folder = self._scratch / str(attempt)
+            self.folder.mkdir()
             with hosted_store() as place:
                 try:
                     self._start(attempt, place)
-                    failed = self.join()
+                    failed = self.join(lambda: self.requests.signum is not None)
                 finally:
                     self.end(signal.SIGKILL)
             # one that a signal to it has stopped has stopped the others
@@ -163,34 +170,23 @@ class Workers:
         if self.requests.signum is not None:
             self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
 
-    def _start_one(self, variables: dict[str, str]) -> BaseProcess | subprocess.Popen[bytes]:
+    def _start_one(self, variables: dict[str, str]) -> Process:
         if self._forks:
-            arguments = (self._cfg, self.scratch, variables)
+            arguments = (self._cfg, self.folder, variables)
             process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
             process.start()
             return process
-        config_file = self.scratch / "config.yaml"
-        config_file.write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
-        words = [sys.executable, "-m", worker.__name__, str(config_file)]
+        words = [sys.executable, "-m", worker.__name__, str(self._scratch / CONFIG_FILE), str(self.folder)]
         return subprocess.Popen(words, env={**os.environ, **variables})
 
-    def join(self) -> int | None:
-        """Wait for all workers, and end those that are left after a failure; return the rank that failed first."""
-        failed = None
-        while left := [process for process in self.processes if status_of(process) is None]:
-            if failed is None and self.requests.signum is None and (failed := self._failed()) is not None:
-                self.end(signal.SIGTERM, END_S)
-            if not math.isinf(self._deadline_s):
-                kill_frozen(process.pid for process in left if process.pid is not None)
-            if time.monotonic() > self._deadline_s:
-                self.end(signal.SIGKILL)
-            time.sleep(self._cfg.launcher.monitor_interval_s)
-        return self._failed() if failed is None else failed
-
+    @override
     def _failed(self) -> int | None:
-        """A rank that has failed: one that was killed, if any, since others may have failed for that."""
-        statuses = {rank: status for rank, process in enumerate(self.processes) if (status := status_of(process))}
-        return min(statuses, key=lambda rank: statuses[rank] > 0, default=None)
+        failed = (rank for rank, process in enumerate(self.processes) if status_of(process))
+        return min(failed, key=self.has_ended, default=None)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has ended in order, and not by a signal or `os._exit`."""
+        return (self.folder / ENDED_FILE.format(rank)).exists()
 
     def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
         """Pass a signal on."""
@@ -200,19 +196,6 @@ class Workers:
         elif answer == "first":
             self.end(signum, self._cfg.launcher.shutdown_timeout_s)
 
-    def end(self, signum: int, within_s: float = math.inf) -> None:
-        """Send a signal to those that are alive, which are killed if they have not ended within some seconds."""
-        self._deadline_s = time.monotonic() + within_s
-        for process in self.processes:
-            if status_of(process) is None and process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signum)
-
-
-def status_of(process: BaseProcess | subprocess.Popen[Any]) -> int | None:
-    """The exit status of a process, negative for the signal that ended it; None while it lives."""
-    return process.exitcode if isinstance(process, BaseProcess) else process.poll()
-
 
 def is_stop(status: int | None) -> bool:
     """Whether a process has ended in order because a signal asked it to."""
@@ -221,10 +204,10 @@ def is_stop(status: int | None) -> bool:
 
 def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
     """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
-    ended = Interrupted(signum, begun=(workers.scratch / STOPPED_FILE).exists())
+    ended = Interrupted(signum, begun=workers.has_ended(0))  # rank 0 has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
-    elif (workers.scratch / RUNNING_FILE).exists():  # rank 0 was killed
+    elif (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
         reason = (
             f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
@@ -243,13 +226,14 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     status = status_of(process) or 0
     if is_stop(status):
         return Interrupted(status - 128)
-    told = sorted(workers.scratch.glob(FAILURE_FILE.format("*")), key=lambda file: (len(file.name), file.name))
-    if status < 0 or not told:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        killed = Failure(rank, f"it {how} (process {process.pid})")
+    told = workers.folder / FAILURE_FILE
+    if not (workers.has_ended(rank) and told.exists()):
+        how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        killed = Failure(rank, f"{how} (process {process.pid})")
         report_killed(cfg, killed, workers.num_processes)
         return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
-    first = Failure(**json.loads(told[-1].read_text(encoding="utf-8")))  # of the last attempt
+    first = Failure(**json.loads(told.read_text(encoding="utf-8")))
     if first.refused:
         return ConfigError(first.reason)
-    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, status)
+    own = status_of(workers.processes[first.rank]) or 0  # another's may have been seen first
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, own if own > 0 else status)

@@ -1,6 +1,6 @@
 """Provide the loggers that write a run's files, and the contents of TensorBoard's tabs.
 
-Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; csv, hparams, custom_scalars.
+Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; journal, csv, hparams, custom_scalars.
 May import: nothing else in the trainer.
 """
 

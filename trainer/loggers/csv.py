@@ -2,13 +2,11 @@
 
 import csv
 import io
-import os
 from typing import Any
 
 import pytorch_lightning.loggers as pl_loggers
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loggers.logger import rank_zero_experiment
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 
@@ -60,8 +58,6 @@ class MetricsFile(ExperimentWriter):
         super().save()
         self.num_rows += num_new
 
-    flush = save
-
     @override
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
         self._write(fieldnames, self._read()[1])
@@ -111,51 +107,3 @@ class CSVLogger(pl_loggers.CSVLogger):
             self._fs.makedirs(self.root_dir, exist_ok=True)
             self._experiment = MetricsFile(self.log_dir, keep=True)
         return self._experiment
-
-
-def open_files(loggers: list[Any]) -> None:
-    """Settle where loggers write before other processes start, each of which would choose a directory of its own.
-
-    Lightning's CSV logger gets a writer that can continue its file, too; in a restarted process it does so.
-
-    Args:
-        loggers: the trainer's; only those of files are touched, and only on rank 0.
-    """
-    if getattr(rank_zero_only, "rank", 0) != 0:
-        return
-    for logger in loggers:
-        if isinstance(logger, (pl_loggers.CSVLogger, pl_loggers.TensorBoardLogger)):
-            _ = logger.version
-        if isinstance(logger, pl_loggers.CSVLogger):
-            _continue(logger)
-
-
-def _continue(logger: pl_loggers.CSVLogger) -> None:
-    """Give a logger our writer, and write what the script has logged, which its processes would write once more."""
-    before, makes_lightnings = (
-        logger._experiment,
-        type(logger).experiment is pl_loggers.CSVLogger.experiment,
-    )
-    if type(before) is ExperimentWriter:
-        file = MetricsFile(logger.log_dir, keep=True)
-        logger._experiment = file
-        file.metrics, file.hparams, file.num_inherited = before.metrics, before.hparams, 0
-    elif before is None and makes_lightnings:
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        logger._experiment = MetricsFile(logger.log_dir, keep=restarted)
-    if isinstance(logger.experiment, MetricsFile):
-        logger.experiment.save()
-
-
-def refresh_files(loggers: list[Any], trained: bool) -> None:
-    """Read what the processes that have ended wrote to the files of CSV loggers.
-
-    Args:
-        loggers: the trainer's.
-        trained: whether the processes ran `fit`, and so decided about the rows of earlier runs.
-    """
-    for logger in loggers:
-        file = logger._experiment if isinstance(logger, pl_loggers.CSVLogger) else None
-        if isinstance(file, MetricsFile):
-            file.refresh()
-            file.num_inherited = 0 if trained else file.num_inherited

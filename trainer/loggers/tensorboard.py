@@ -1,5 +1,6 @@
 """Log to TensorBoard: one event stream per run, in the run directory."""
 
+import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -8,16 +9,20 @@ import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
 from lightning_fabric.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.hparams import plugin_data_pb2
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.summary.writer.event_file_writer import EventFileWriter, _AsyncWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.options import Count
-from ._event_file import ContinuingWriter
 from .custom_scalars import Layout, layout, with_data
 from .hparams import shown, without_repetition
+
+_HEADER, _FOOTER_BYTES = struct.Struct("<QI"), 4
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
@@ -176,3 +181,47 @@ def mark_differing(experiment: Any, differing: Collection[str]) -> None:
         for info in data.experiment.hparam_infos:
             info.differs = info.name in differing
         value.metadata.plugin_data.content = data.SerializeToString()
+
+
+class ContinuingWriter(SummaryWriter):
+    """torch's writer, which continues the newest event file of its directory, if there is one.
+
+    Attributes:
+        continues: whether the file has events of an earlier process.
+    """
+
+    continues = False
+
+    @override
+    def _get_file_writer(self) -> Any:
+        earlier = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))  # as TensorBoard reads them
+        if earlier and not vars(self).get("file_writer"):
+            self.file_writer = FileWriter.__new__(FileWriter)
+            self.file_writer.event_writer = _Appending(earlier[-1], self.max_queue, self.flush_secs)
+            self.all_writers, self.continues = {str(self.log_dir): self.file_writer}, True
+        return super()._get_file_writer()
+
+
+class _Appending(EventFileWriter):
+    def __init__(self, file: Path, max_queue: int, flush_secs: int) -> None:
+        self._logdir = str(file.parent)
+        self._file_name = str(file)
+        with open(file, "r+b") as existing:  # what follows a record that is torn can't be read
+            existing.truncate(end_of_records(existing))
+        self._general_file_writer = open(file, "ab")  # noqa: SIM115  # closed by the writer
+        self._async_writer = _AsyncWriter(RecordWriter(self._general_file_writer), max_queue, flush_secs)
+
+
+def end_of_records(file: Any) -> int:
+    """Find, in bytes, the end of the last record of an event file, opened in binary mode, that is whole."""
+    size, end = file.seek(0, 2), 0
+    while True:
+        file.seek(end)
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return end
+        length, check = _HEADER.unpack(header)
+        following = end + _HEADER.size + length + _FOOTER_BYTES
+        if following > size or check != masked_crc32c(header[:8]):
+            return end
+        end = following

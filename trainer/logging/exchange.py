@@ -158,7 +158,8 @@ class Exchange:
             return []
         if not results.training:
             self._count_waiting(results)
-        own = {key: series for key, series in results.current() if _is_shared(series)}
+        own = {key: series for key, series in results.current() if series.on_epoch and series.computed is None}
+        own = {key: series for key, series in own.items() if not series.meta.sync.rank_zero_only}
         described = {key: series.entry() for key, series in own.items()}
         gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps()))
         told: list[dict[str, Entry]] = [keys for keys, _ in gathered]
@@ -181,8 +182,7 @@ class Exchange:
         if values.knows_none(step):
             return
         parts = dict[tuple[int, int], list[Tensor]]()
-        rows = _to_host([one.packed for one in waiting])
-        for rank in gather_objects([(one.place, row.tolist()) for one, row in zip(waiting, rows, strict=True)]):
+        for rank in gather_objects([(one.place, one.packed.tolist()) for one in waiting]):
             for place, row in rank:
                 parts.setdefault(place, []).append(torch.tensor(row, dtype=torch.float64))
         share = results.share
@@ -197,27 +197,18 @@ class Exchange:
     def _take_steps(self) -> list[Step]:
         """Return all steps kept so far, to be sent, and clear them."""
         steps, self._steps, self._last = self._steps, [], {}
-        values = [
-            value.sums.value if isinstance(value, StepValue) else value[0].copy
-            for _, _, kept in steps
-            for value in kept.values()
-        ]
-        numbers = iter(_to_host([torch.as_tensor(value, dtype=torch.float64).reshape(1) for value in values]))
-        return [
-            (index, step, {name: self._sent(value, float(next(numbers))) for name, value in kept.items()})
-            for index, step, kept in steps
-        ]
+        return [(index, step, {name: self._sent(kept[name]) for name in kept}) for index, step, kept in steps]
 
-    def _sent(self, value: StepValue | tuple[Logged, Share | None], number: float) -> StepValue:
+    def _sent(self, value: StepValue | tuple[Logged, Share | None]) -> StepValue:
         if isinstance(value, StepValue):
-            value.sums.value = number
+            value.sums.value = float(value.sums.value)
             return value
-        (logged, share), series = value, value[0].series
+        logged, share = value
         assert logged.copy is not None
-        if series.kind != "mean":
-            return StepValue(Sums(series.kind, number), logged.copy.dtype)
-        sums = Sums("mean", 0.0)
-        sums.count(number, logged.size, logged.given, share, None, self._trainer.world_size)
+        sums = Sums(logged.series.kind, number := float(logged.copy))
+        if sums.kind == "mean":
+            sums.value = 0.0
+            sums.count(number, logged.size, logged.given, share, None, self._trainer.world_size)
         return StepValue(sums, logged.copy.dtype)
 
     @staticmethod
@@ -289,11 +280,6 @@ def _replace(logged: Logged, value: Tensor, is_last: bool) -> None:
         logged.replace(torch.where(value.isnan(), logged.copy, value), is_last)
 
 
-def _to_host(rows: list[Tensor]) -> list[Tensor]:
-    sizes = [len(row) for row in rows]
-    return list(torch.cat(rows).cpu().split(sizes)) if rows else []
-
-
 def _reduce_together(shared: Iterable[Series], reduce: Any) -> None:
     """Reduce step values, with one collective for all that share operation and group.
 
@@ -360,22 +346,14 @@ def _over_ranks(values: list[StepValue], results: LeanResults) -> Tensor:
     return torch.as_tensor(steps.value(metric, [value.metric[1] for value in values if value.metric is not None]))
 
 
-def _is_shared(series: Series) -> bool:
-    return series.on_epoch and series.computed is None and not series.meta.sync.rank_zero_only
-
-
 def _verify_keys(told: list[dict[str, Entry]]) -> None:
-    asked = {
-        key: (rank, entry["meta"])
-        for rank, part in enumerate(told)
-        for key, entry in part.items()
-        if entry["sync"]["_should"]
-    }
-    for rank, entries in enumerate(told):
-        hooks = {entry["meta"]["fx"] for entry in entries.values()}
+    entries = [(rank, key, entry) for rank, part in enumerate(told) for key, entry in part.items()]
+    asked = {key: (rank, entry["meta"]) for rank, key, entry in entries if entry["sync"]["_should"]}
+    for rank, part in enumerate(told):
+        hooks = {entry["meta"]["fx"] for entry in part.values()}
         for key, (other, meta) in asked.items():
-            if key not in entries and meta["fx"] in hooks:
-                names = ", ".join(sorted(entry["meta"]["name"] for entry in entries.values()))
+            if key not in part and meta["fx"] in hooks:
+                names = ", ".join(sorted(entry["meta"]["name"] for entry in part.values()))
                 raise RankError(
                     f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, but rank {rank} did "
                     f"not (it logged {names}). Log the same keys on all ranks, or omit sync_dist."

@@ -1,6 +1,5 @@
 """Hold what one loop logs: a series per key, with this rank's share of the batch in process."""
 
-from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,16 +197,14 @@ class LeanResults(_ResultCollection):
 
     def _count_samples(self) -> int:
         if self.batch_size is None and self.batch is not None:
-            self.batch_size = _rows(self.batch) or self._samples(self.batch)
+            self.batch_size = _rows(self.batch)
+        if self.batch_size is None and self.batch is not None:  # as the batch is cut where its tensors disagree
+            if len({size for size in _extract_batch_size(self.batch) if size is not None}) > 1:
+                with suppress(ConfigError):
+                    structure = batch_structure(self.trainer, self.dataloader_idx or 0)
+                    self.batch_size = structure.num_samples(self.batch) or None
+            self.batch_size = self.batch_size or extract_batch_size(self.batch)
         return 1 if self.batch_size is None else self.batch_size
-
-    def _samples(self, batch: Any) -> int:
-        """Count samples as Lightning does, or as the batch is cut where its tensors disagree."""
-        if len({size for size in _extract_batch_size(batch) if size is not None}) > 1:
-            with suppress(ConfigError):
-                known = batch_structure(self.trainer, self.dataloader_idx or 0).num_samples(batch)
-                return known or extract_batch_size(batch)
-        return extract_batch_size(batch)
 
     def _decides(self, name: str, on_epoch: Any) -> bool:
         """Whether a scheduler or callback monitors a step value, by which ranks would decide each for itself."""
@@ -238,10 +235,6 @@ class LeanResults(_ResultCollection):
         """The series that were logged since the last reset, of the loader in process, by key."""
         items, loader = dict[str, Any](self.items()), self.dataloader_idx
         return [(key, one) for key, one in items.items() if not one.has_reset and one.meta.dataloader_idx == loader]
-
-    @override
-    def valid_items(self) -> Generator[Any]:
-        yield from self.current()
 
     def shown_name(self, series: Series, on_step: bool) -> str:
         """The name that loggers and the bar show."""

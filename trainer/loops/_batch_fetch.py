@@ -97,15 +97,14 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
     contract = plan.contract
     device = contract.meeting_device or plan.strategy.root_device
     move: Callable[[Batch, int], Batch] = to_cpu if device.type == "cpu" else lambda batch, _: from_host(batch, device)
-    return move if isinstance(contract, NothingToDo) else _after(contract.begin_batch, move)
+    if isinstance(contract, NothingToDo):
+        return move
 
-
-def _after(first: Callable[[int], None], move: Callable[[Batch, int], Batch]) -> Callable[[Batch, int], Batch]:
-    def first_then_move(batch: Batch, dataloader_idx: int) -> Batch:
-        first(dataloader_idx)
+    def begin_and_move(batch: Batch, dataloader_idx: int) -> Batch:
+        contract.begin_batch(dataloader_idx)
         return move(batch, dataloader_idx)
 
-    return first_then_move
+    return begin_and_move
 
 
 def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:

@@ -166,22 +166,17 @@ class HookPlan:
         return in_module or any(not _ignores_outputs(target) for target in targets)
 
 
+_IGNORING_OUTPUTS = [
+    cls.on_train_batch_end for cls in (ModelCheckpoint, TQDMProgressBar, RichProgressBar, Timer, TimedBar)
+]
+
+
 def _ignores_outputs(target: object) -> bool:
-    hook = getattr(type(target), "on_train_batch_end", None)
-    known = isinstance(target, TimedBar) or hook in _KNOWN_TO_IGNORE_OUTPUTS
-    return known and "on_train_batch_end" not in getattr(target, "__dict__", ())
-
-
-_KNOWN_TO_IGNORE_OUTPUTS: frozenset[Any] = frozenset(
-    cls.on_train_batch_end for cls in (ModelCheckpoint, TQDMProgressBar, RichProgressBar, Timer)
-)
+    own = "on_train_batch_end" in getattr(target, "__dict__", ())
+    return getattr(type(target), "on_train_batch_end", None) in _IGNORING_OUTPUTS and not own
 
 
 def _saves_at_epochs_only(callback: Any) -> bool:
     """Whether this is Lightning's `ModelCheckpoint` with options that make its batch hook do nothing."""
-    return (
-        isinstance(callback, ModelCheckpoint)
-        and not overridden(callback, "on_train_batch_end", {"on_train_batch_end": ModelCheckpoint.on_train_batch_end})
-        and callback._every_n_train_steps < 1
-        and callback._train_time_interval is None
-    )
+    ignores = isinstance(callback, ModelCheckpoint) and _ignores_outputs(callback)
+    return ignores and callback._every_n_train_steps < 1 and callback._train_time_interval is None

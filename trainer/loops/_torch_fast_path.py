@@ -43,7 +43,7 @@ class PlainOptimizer:
     """Steps and clears one of torch's optimizers.
 
     Args:
-        optimizer: any optimizer; `steps_plainly` tells whether this class supports its step.
+        optimizer: any optimizer; `steps_plainly` tells whether this class supports its methods.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,9 +53,9 @@ class PlainOptimizer:
         self._counts = getattr(patched, "_wrapped_by_lr_sched", None) is True
         known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
         has_hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        self.steps_plainly = known and (patched is None or self._counts) and not has_hooks
+        clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
+        self.steps_plainly = known and clears and (patched is None or self._counts) and not has_hooks
         self._step: Any = getattr(kind.step, "__wrapped__", None)
-        self._clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
 
     def step(self) -> None:
         """Update the parameters like `optimizer.step()`; valid only if `steps_plainly`."""
@@ -74,9 +74,9 @@ class PlainOptimizer:
         self._step(optimizer)
 
     def zero_grad(self) -> None:
-        """Reset the gradients like `optimizer.zero_grad()`."""
+        """Reset the gradients like `optimizer.zero_grad()`; valid only if `steps_plainly`."""
         optimizer = self.optimizer
-        if not self._clears or torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled():
             optimizer.zero_grad()
             return
         for group in optimizer.param_groups:

@@ -1,18 +1,17 @@
 """Run one training step with automatic optimization: forward, backward, optimizer, in Lightning's order.
 
-    training_step → on_before_zero_grad → optimizer_zero_grad → on_before_backward → backward → on_after_backward
+    training_step → on_before_zero_grad → zero_grad → on_before_backward → backward → on_after_backward
     → on_before_optimizer_step → configure_gradient_clipping → the optimizer's own update
 
-As in Lightning all of it runs inside `optimizer.step(closure)`, so that optimizers which call the closure several times
-or never also work; most of torch's optimizers call it once at the start and need no closure. Overrides of the module,
-strategy or precision plugin are called as in Lightning; everything that is not overridden is done here directly.
+That is what Lightning's step comes to where nobody overrides more than `backward`, clipping and the hooks: with one of
+torch's optimizers, which compute the gradients once before they update, a precision plugin without a gradient scaler,
+and a strategy whose methods are Lightning's and the contract's. Every other step is Lightning's own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning_fabric.utilities.types import Optimizable
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
@@ -31,6 +30,8 @@ from .accumulation import Accumulation
 
 _OPTIMIZER_STEP = LightningOptimizer.step
 _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
+_OF_PRECISION = ("backward", "post_backward", "_wrap_closure", "_after_closure")
+_OF_STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step")
 
 
 class TrainStep:
@@ -40,6 +41,8 @@ class TrainStep:
         automatic: Lightning's loop for automatic optimization, which owns the counters.
         accumulation: weights of micro-batches.
     """
+
+    optimizer: PlainOptimizer
 
     def __init__(self, plan: HookPlan, automatic: _AutomaticOptimization, accumulation: Accumulation) -> None:
         self.plan = plan
@@ -56,28 +59,27 @@ class TrainStep:
         self.contract = contract
         self.move = batch_mover(plan)
         self.tells_strategy = overridden(strategy, "on_train_batch_start", STRATEGY)
-        self.is_lean = not strategy.handles_gradient_accumulation and len(strategy.optimizers) == 1
+        self.is_lean = len(strategy.optimizers) == 1 and _is_known(plan)
+        if self.is_lean:
+            self.optimizer = PlainOptimizer(strategy.optimizers[0])
+            self.is_lean = self.optimizer.steps_plainly and not contract.changes_update(strategy.optimizers[0])
         self.forward = (module if plan.step_is_the_modules("training_step") else strategy).training_step
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self.post_training_step = overridden(strategy, "post_training_step", STRATEGY)
         self.reads_outputs = plan.reads_outputs()
-        # with no optimizer, or several, no lean step is taken
-        plain: Any = PlainOptimizer(strategy.optimizers[0]) if strategy.optimizers else None
-        self.optimizer, optimizer = plain, None if plain is None else plain.optimizer
-        self.module_zero_grad = overridden(module, "optimizer_zero_grad", MODULE)
         self.bring_back = module.backward if overridden(module, "backward", MODULE) else backward_of()
         hooked = {"on_before_backward", "on_after_backward"} & plan.work.keys() or not isinstance(contract, NothingToDo)
-        self.backward: Callable[[Tensor], object] = self._backward if hooked else self.bring_back
-        if not _knows_backward(plan):
-            self.backward = lambda loss: strategy.backward(loss, optimizer)
-        self.hooks_only = _knows_optimizer_step(plan) and not overridden(module, "optimizer_step", MODULE)
-        self.hooks_only = self.hooks_only and optimizer is not None and not contract.changes_update(optimizer)
-        self.plain_optimizer_step = plain is not None and self.hooks_only and plain.steps_plainly
+        self.backward = self._backward if hooked else self.bring_back
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
         self.clips_itself |= any_overridden(precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
         self.blocks_sync = isinstance(strategy, ParallelStrategy)
-        self.knows_sync = self.blocks_sync and plan.keeps_contract("block_backward_sync")
+
+    def fits(self) -> bool:
+        """Whether the next step may be lean."""
+        optimizers = self.plan.strategy.optimizers
+        if self.is_lean and self.optimizer.optimizer is not optimizers[0]:
+            self.resolve()
+        return self.is_lean and torch.is_grad_enabled()
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         """Run a step on one micro-batch.
@@ -89,62 +91,22 @@ class TrainStep:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
             Empty if it returned None.
         """
-        if self.optimizer.optimizer is not self.plan.strategy.optimizers[0]:
-            self.resolve()
         if not stepping:
-            return self._accumulate(batch, batch_idx)
+            if not self.blocks_sync:
+                return self._forward_backward(batch, batch_idx, False)
+            with self.contract.accumulating("on_after_backward" in self.plan.work):
+                return self._forward_backward(batch, batch_idx, False)
         step: Any = self.automatic.optim_progress.optimizer.step
         step.total.ready += 1
         step.current.ready += 1
-        if self.plain_optimizer_step and torch.is_grad_enabled():
-            reported = self._forward_backward(batch, batch_idx, True)
-            if self.hooked_update or self.trainer.gradient_clip_val:
-                self._before_update(self.optimizer.optimizer)
-            self.optimizer.step()
-            self.contract.finish_step()
-        else:
-            reported = self._step_with_closure(batch, batch_idx)
+        reported = self._forward_backward(batch, batch_idx, True)
+        if self.hooked_update or self.trainer.gradient_clip_val:
+            self._before_update()
+        self.optimizer.step()
+        self.contract.finish_step()
         step.total.completed += 1
         step.current.completed += 1
         return reported
-
-    def _accumulate(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        if not torch.is_grad_enabled():
-            with torch.enable_grad():
-                return self._accumulate(batch, batch_idx)
-        if not self.blocks_sync:
-            return self._forward_backward(batch, batch_idx, False)
-        strategy: Any = self.plan.strategy
-        seen = "on_after_backward" in self.plan.work
-        with self.contract.accumulating(seen) if self.knows_sync else strategy.block_backward_sync():
-            return self._forward_backward(batch, batch_idx, False)
-
-    def _step_with_closure(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Let the optimizer call forward and backward, through any overrides of its step."""
-        plan = self.plan
-        results: list[dict[str, Any]] = []
-
-        def forward_backward() -> ClosureResult:
-            results[:] = [self._forward_backward(batch, batch_idx, True)]
-            return ClosureResult(results[0].get("loss"))
-
-        # Lightning's type, since user code may check for it; it enables gradients and returns the loss
-        closure = Closure(step_fn=forward_backward)
-        epoch, optimizer = self.trainer.current_epoch, plan.strategy._lightning_optimizers[0]
-        if self.hooks_only:
-            raw: Any = optimizer._optimizer
-
-            def closure_then_hooks() -> Tensor | None:
-                loss = closure()
-                self._before_update(raw)
-                return loss
-
-            raw.step(closure=closure_then_hooks)
-            self.contract.finish_step()
-        else:
-            plan.call_as("optimizer_step", plan.module.optimizer_step, epoch, batch_idx, optimizer, closure)
-        closure.consume_result()  # raises if the closure was never called
-        return results[0]
 
     def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
         plan, state, parts = self.plan, self.plan.state, self.trainer.accumulate_grad_batches
@@ -153,8 +115,6 @@ class TrainStep:
         state["_current_fx_name"] = "training_step"
         output = self.forward(*args)
         state["_current_fx_name"] = before
-        if self.post_training_step:
-            plan.strategy.post_training_step()
         if plan.stale():
             self.resolve()
         first = parts == 1 or batch_idx % parts == 0
@@ -211,11 +171,7 @@ class TrainStep:
             plan.call("on_before_zero_grad", optimizer)
         total.started += 1
         current.started += 1
-        if self.module_zero_grad:
-            epoch = self.trainer.current_epoch
-            plan.call_as("optimizer_zero_grad", plan.module.optimizer_zero_grad, epoch, batch_idx, optimizer)
-        else:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         total.completed += 1
         current.completed += 1
 
@@ -229,9 +185,9 @@ class TrainStep:
         if "on_after_backward" in plan.work:
             plan.call("on_after_backward")
 
-    def _before_update(self, optimizer: Optimizable) -> None:
+    def _before_update(self) -> None:
         """Call the hooks between backward and the optimizer's update, and clip."""
-        plan, trainer = self.plan, self.trainer
+        plan, trainer, optimizer = self.plan, self.trainer, self.optimizer.optimizer
         if "on_before_optimizer_step" in plan.work:
             plan.call("on_before_optimizer_step", optimizer)
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
@@ -244,23 +200,16 @@ class TrainStep:
             )
 
 
-def _knows_backward(plan: HookPlan) -> bool:
-    """Whether the strategy's backward is hooks, the module's backward and the contract's methods."""
-    own = any_overridden(plan.precision, ("backward", "post_backward"), PRECISION) or _scales(plan, "pre_backward")
-    return plan.keeps_contract("backward", "pre_backward", "post_backward") and not own
-
-
-def _knows_optimizer_step(plan: HookPlan) -> bool:
-    """Whether the strategy's optimizer step is the optimizer's own, hooks, and the contract's `finish_step`."""
-    strategy: Any = plan.strategy
-    own = any_overridden(plan.precision, ("_wrap_closure", "_after_closure"), PRECISION)
-    own = own or _scales(plan, "optimizer_step") or getattr(strategy, "_model_averager", None) is not None
-    patched = any(type(optimizer).step is not _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
-    return plan.keeps_contract("optimizer_step") and not (own or patched)
-
-
-def _scales(plan: HookPlan, name: str) -> bool:
-    """Whether the precision plugin has an own method, not that of bfloat16, which has no gradient scaler."""
-    precision: Any = plan.precision
-    mixes_only = not overridden(precision, name, _MIXED) and precision.scaler is None
-    return overridden(precision, name, PRECISION) and not mixes_only
+def _is_known(plan: HookPlan) -> bool:
+    """Whether all that a step calls beside its hooks is Lightning's and the contract's part."""
+    strategy, precision = plan.strategy, plan.precision
+    mixes_only = not any_overridden(precision, _MIXED, _MIXED) and precision.scaler is None  # as with bfloat16
+    blocks_sync = ("block_backward_sync",) if isinstance(strategy, ParallelStrategy) else ()
+    return (
+        plan.keeps_contract(*_OF_STRATEGY, *blocks_sync)
+        and not overridden(strategy, "post_training_step", STRATEGY)
+        and not any_overridden(plan.module, ("optimizer_step", "optimizer_zero_grad"), MODULE)
+        and not any_overridden(precision, _OF_PRECISION, PRECISION)
+        and (mixes_only or not any_overridden(precision, _MIXED, PRECISION))
+        and all(type(optimizer).step is _OPTIMIZER_STEP for optimizer in strategy._lightning_optimizers)
+    )

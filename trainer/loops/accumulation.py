@@ -138,17 +138,19 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
         super().__init__(trainer)
         self._accumulation = accumulation
+        self._is_first = True
         self.num_none = 0
-        """Number of batches of this run for which `training_step` returned None."""
+        """Number of batches for which `training_step` returned None."""
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
-        if batch_idx % self.trainer.accumulate_grad_batches == 0:
-            self._accumulation.start()
+        self._is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
         return super().run(optimizer, batch_idx, kwargs)
 
     @override
     def _training_step(self, kwargs: Any) -> ClosureResult:
+        if self._is_first:  # an optimizer that computes it again begins anew
+            self._accumulation.start()
         result = super()._training_step(kwargs)
         self.num_none += result.closure_loss is None
         if self._accumulation.exact and result.closure_loss is not None:

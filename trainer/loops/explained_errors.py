@@ -105,9 +105,12 @@ def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
         device = torch.device((torch.accelerator.current_accelerator() or torch.device("cuda")).type, int(found[1]))
     if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
         samples, device = found[1], torch.device(found[2])
+    reached = "unknown"
+    if (peak := peak_memory_bytes(device)) is not None:
+        reached = f"{peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"
     return (
-        f"Out of memory on {device}, rank {trainer.global_rank}, in step {trainer.global_step}: {samples}, "
-        f"{_peak(device)}. Make data.batch_size smaller and trainer.accumulate_grad_batches larger by the same factor, "
+        f"Out of memory on {device}, rank {trainer.global_rank}, in step {trainer.global_step}: {samples}, peak "
+        f"{reached}. Make data.batch_size smaller and trainer.accumulate_grad_batches larger by the same factor, "
         "set precision=bf16-mixed, or use more devices; strategy=balanced_dp gives the first device less. "
         f"({text.splitlines()[0]})"
     )
@@ -117,9 +120,3 @@ def _samples(trainer: pl.Trainer) -> str:
     results: Any = trainer._results
     count = None if results is None or results.batch is None else num_samples(results.batch)
     return "outside of a step" if count is None else f"{count} samples at once"
-
-
-def _peak(device: torch.device) -> str:
-    if (peak := peak_memory_bytes(device)) is None:
-        return "peak unknown"
-    return f"peak {peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"

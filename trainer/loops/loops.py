@@ -14,13 +14,15 @@ from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
-from ..checkpoint.clean_points import ResumingEpochLoop, ResumingFitLoop
+from ..checkpoint.clean_points import ResumingFitLoop
+from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, fetch_unprofiled
@@ -47,21 +49,19 @@ class LeanFitLoop(ResumingFitLoop):
     """
 
     took_no_step = False
-    _batches_before = 0
+    _before = 0, 0
     on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
     on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
 
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._batches_before = self._batches_begun()
-        self.took_no_step = False
-        self._automatic.num_none = 0
+        self._before, self.took_no_step = self._counted(), False
 
     @override
     def on_run_end(self) -> None:
-        batches = self._batches_begun() - self._batches_before
-        self.took_no_step = 0 < batches == self._automatic.num_none
+        batches, num_none = (now - before for now, before in zip(self._counted(), self._before, strict=True))
+        self.took_no_step = 0 < batches == num_none
         if self.took_no_step:
             rank_zero_warn(
                 f"`training_step` returned None for each of {batches} batches, so no optimizer step was taken. Return "
@@ -69,19 +69,14 @@ class LeanFitLoop(ResumingFitLoop):
             )
         super().on_run_end()
 
-    @property
-    def _automatic(self) -> WeighedAutomaticOptimization:
-        automatic = self.epoch_loop.automatic_optimization
-        assert isinstance(automatic, WeighedAutomaticOptimization)
-        return automatic
-
-    def _batches_begun(self) -> int:
-        total: Any = self.epoch_loop.batch_progress.total
-        return total.started
+    def _counted(self) -> tuple[int, int]:
+        """Batches begun so far, and of them those without a loss."""
+        loop: Any = self.epoch_loop
+        return loop.batch_progress.total.started, loop.automatic_optimization.num_none
 
 
-class LeanTrainingEpochLoop(ResumingEpochLoop):
-    """The loop over the batches of a training epoch.
+class LeanTrainingEpochLoop(_TrainingEpochLoop):
+    """The loop over the batches of a training epoch, which saves and resumes between two of them.
 
     Args:
         trainer: the trainer, with its lean logger connector already set.
@@ -105,18 +100,39 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self._has_validated = False
         self._stop: StopAgreement | None = None  # by which ranks agree between batches on when to stop
 
+    @property
+    def _fit_loop(self) -> LeanFitLoop:
+        fit_loop = self.trainer.fit_loop
+        assert isinstance(fit_loop, LeanFitLoop)
+        return fit_loop
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        if self._fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
+            self._restarting = self.val_loop._restarting = False
+            # the rest of the epoch's end is still to come
+            self.trainer.should_stop = self._fit_loop.resumed.should_stop
+
+    @override
+    def run(self, data_fetcher: _DataFetcher) -> None:
+        super().run(data_fetcher)
+        self._fit_loop.end_within_epoch()
+
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        point = self._fit_loop.begin_epoch(data_fetcher, self.restarting)
         super().on_run_start(data_fetcher)
         self._make_plan(data_fetcher)
-        self.finish_validation(data_fetcher)
+        if point == "before_validation":  # do what comes after the batch at which it was stopped
+            vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
+            self.on_advance_end(data_fetcher)
         if self._stop is not None:
             self._agree_to_end(self._stop)
 
     def _agree_to_end(self, stop: StopAgreement) -> None:
-        fit_loop: Any = self.trainer.fit_loop
-        if stop.is_ending or (self.trainer.should_stop and fit_loop._can_stop_early):
-            fit_loop.agree_to_end()
+        if stop.is_ending or (self.trainer.should_stop and self._fit_loop._can_stop_early):
+            self._fit_loop.agree_to_end()
         else:
             stop.num_passed += 1
 
@@ -124,8 +140,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
         self.accumulation.verify()
         self._forget()
         ranks = ranks_of(self.trainer.strategy)
-        together = None if ranks is None else ranks.group.coordinator
-        self._stop = None if together is None else together.stop_agreement
+        self._stop = None if ranks is None else ranks.group.stopping
         if not may_be_lean(self.trainer):
             return
         fetch_unprofiled(data_fetcher)
@@ -242,9 +257,8 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             connector.log_train_step(self._batches_that_stepped + 1)
 
     def _agree_to_skip(self, stop: StopAgreement, skip: bool, batch_idx: int) -> None:
-        ranks = ranks_of(self.trainer.strategy)
-        if skip and ranks is not None:
-            ranks.group.skip_rest(batch_idx)
+        if skip:
+            stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
         else:
             stop.num_begun += 1
 
@@ -274,7 +288,7 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
 
     def _optimize(self, step: TrainStep, batch: Batch, batch_idx: int) -> Any:
         automatic = step.plan.module.automatic_optimization
-        if automatic and step.is_lean and not self.automatic_optimization._skip_backward:
+        if automatic and step.fits() and not self.automatic_optimization._skip_backward:
             return step.run(batch, batch_idx, self._stepping())
         kwargs = self._build_kwargs(OrderedDict(), batch, batch_idx)
         if automatic:
@@ -288,9 +302,13 @@ class LeanTrainingEpochLoop(ResumingEpochLoop):
             self._agree_to_end(self._stop)
         if self._step is None or self._validation_may_be_due():
             self._show_everything()
-            super().on_advance_end(data_fetcher)
-            return
-        if self._stepping():
+            try:
+                super().on_advance_end(data_fetcher)
+            except ValidationStopped:
+                self._fit_loop.stop_before_validation()
+            except SIGTERMException:  # raised by Lightning as its last action here
+                self._fit_loop.stop_between_batches()
+        elif self._stepping():
             if self._step.plan.strategy.lr_scheduler_configs:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)
             self._batches_that_stepped += 1

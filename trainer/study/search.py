@@ -23,7 +23,7 @@ from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import DIVERGED, FAILED, Result
-from .variants import Variant, show
+from .sweep import Variant, show
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,16 @@ class Search:
         self.results: dict[int, Result] = {}
         self.study: Any = None
 
-    def open(self) -> None:
-        """Create the study, or load the one that the storage has."""
+    def execute(self, train: Callable[[DictConfig], Result]) -> float:
+        """Run the trials, show their table, and return the best value of the monitored metric.
+
+        Args:
+            train: runs one configuration.
+
+        Raises:
+            ConfigError: the first trial's configuration is refused, a trial did not log the monitored metric, or none
+                finished.
+        """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.study = self.optuna.create_study(
             study_name=str(self.cfg.name),
@@ -127,34 +135,18 @@ class Search:
             direction="maximize" if self.maximizes else "minimize",
             load_if_exists=True,
         )
-
-    def execute(self, train: Callable[[DictConfig], Result]) -> float:
-        """Run the trials, show their table, and return the best value of the monitored metric.
-
-        Args:
-            train: runs one configuration.
-        """
-        self.open()
         try:
             with run_log(self.run_dir):
-                self.run(train)
+                self._run(train)
         finally:
             show(self.run_dir / "search.csv", self.variants(), self.maximizes, "trial")
         if (best := self.best()) is None:
             raise ConfigError(f"hparams_search: none of {len(self.study.trials)} trials finished; see {self.run_dir}.")
         return best.value
 
-    def run(self, train: Callable[[DictConfig], Result]) -> None:
-        """Run the trials one after the other; one that fails is recorded, and the others go on.
-
-        Args:
-            train: runs one configuration.
-
-        Raises:
-            ConfigError: the first trial's configuration is refused, or a trial did not log the monitored metric.
-        """
-        began_s = time.monotonic()
-        limit_s = self.options.timeout_s
+    def _run(self, train: Callable[[DictConfig], Result]) -> None:
+        """Run the trials one after the other; one that fails is recorded, and the others go on."""
+        began_s, limit_s = time.monotonic(), self.options.timeout_s
         num_before = sum(trial.state.name != "WAITING" for trial in self.study.trials)
         for _ in range(num_before, self.options.num_trials):
             if limit_s is not None and time.monotonic() - began_s > limit_s:
@@ -169,31 +161,26 @@ class Search:
                     raise
                 log.warning("trial %d failed: %s", trial.number, str(exc).partition("\n")[0] or type(exc).__name__)
                 continue
-            self.finish(trial, result)
+            self._finish(trial, result)
             done = trial.number + 1 - num_before
             left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
-            log.info("%s", self.progress_line(trial, left_s))
+            log.info("%s", self._progress_line(trial.number, left_s))
 
-    def finish(self, trial: Any, result: Result) -> None:
-        """Tell Optuna how a trial ended.
-
-        Raises:
-            ConfigError: it did not log the monitored metric.
-        """
+    def _finish(self, trial: Any, result: Result) -> None:
+        """Tell Optuna how a trial ended."""
         self.results[trial.number] = result
-        states = self.optuna.trial.TrialState
-        if result.monitored is None:
+        states, value = self.optuna.trial.TrialState, result.monitored
+        if PRUNED_AT in self.study.trials[trial.number].user_attrs and value is not None:
+            self.study.tell(trial, state=states.PRUNED)
+        elif value is None or result.status == DIVERGED or math.isnan(value):
             self.study.tell(trial, state=states.FAIL)
+        else:
+            self.study.tell(trial, value)
+        if value is None:
             raise ConfigError(
                 f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
                 f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
             )
-        if PRUNED_AT in self.study.trials[trial.number].user_attrs:
-            self.study.tell(trial, state=states.PRUNED)
-        elif result.status == DIVERGED or math.isnan(result.monitored):
-            self.study.tell(trial, state=states.FAIL)
-        else:
-            self.study.tell(trial, result.monitored)
 
     def trial_config(self, number: int, values: Mapping[str, Any]) -> DictConfig:
         """The configuration of one trial, which is also written below its directory, as Hydra does.
@@ -220,33 +207,29 @@ class Search:
 
     def best(self) -> Any:
         """The trial with the best value; None if none finished."""
-        complete = [trial for trial in self.study.trials if trial.state.name == "COMPLETE"]
-        return self.study.best_trial if complete else None
+        return self.study.best_trial if any(t.state.name == "COMPLETE" for t in self.study.trials) else None
 
     def variants(self) -> list[Variant]:
         """The trials as rows of the table; a pruned one has its last value."""
-        states: dict[str, str] = {"COMPLETE": "", "FAIL": FAILED}
         strategy = strategy_name(self.cfg)
-        return [
-            Variant(
-                number=trial.number,
-                strategy=strategy,
-                overrides=tuple(f"{key}={shown(trial.params[key])}" for key in self.space if key in trial.params),
-                value=last_value(trial),
-                state=states.get(str(trial.state.name), str(trial.state.name).lower()),
-                result=self.results.get(trial.number),
-            )
-            for trial in self.study.trials
-        ]
+        rows: list[Variant] = []
+        for trial in self.study.trials:
+            shown = ((key, trial.params[key]) for key in self.space if key in trial.params)
+            words = tuple(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in shown)
+            name = str(trial.state.name)
+            state = {"COMPLETE": "", "FAIL": FAILED}.get(name, name.lower())
+            result = self.results.get(trial.number)
+            rows.append(Variant(trial.number, strategy, words, last_value(trial), state, result))
+        return rows
 
-    def progress_line(self, trial: Any, left_s: float) -> str:
+    def _progress_line(self, number: int, left_s: float) -> str:
         """One row of the table as it grows."""
-        found, best = self.study.trials[trial.number], self.best()
-        value = last_value(found)
+        trial, best = self.study.trials[number], self.best()
+        value = last_value(trial)
+        shown = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
         so_far = "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
         left = f" · about {left_s:.0f} s left" if left_s > 0 else ""
-        shown = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
-        return f"trial {trial.number}: {found.state.name.lower()}{shown}{so_far}{left}"
+        return f"trial {number}: {trial.state.name.lower()}{shown}{so_far}{left}"
 
     def _distribution(self, key: str, text: Any) -> Any:
         self._verify_key(key)
@@ -289,11 +272,6 @@ class Search:
 def flat(space: Mapping[str, Any] | None) -> dict[str, Any]:
     """The leaves of a nested mapping by dotted keys; None removes one."""
     return {key: value for key, value in leaves(space or {}) if value not in (None, {})}
-
-
-def shown(value: Any) -> str:
-    """A value of the space, for the table."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def last_value(trial: Any) -> float | None:

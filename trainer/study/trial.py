@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
 from ..config.checks import LaunchPlan, verify_config
-from ..job.result import FAILED, Result
-from ..launch.environment import AGENT, importable
-from ..launch.launcher import discard_result, launch
+from ..job.result import FAILED, Result, discard_result
+from ..launch.environment import PARENT, importable
+from ..launch.launcher import launch
 from .probe import PROBE_FILE
 
 CONFIG_FILE, OUTPUT_FILE = "config.yaml", "output.log"
@@ -99,7 +99,7 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, AGENT: str(os.getpid()), "PYTHONPATH": importable()},
+            env={**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": importable()},
         )
         try:
             process.wait(timeout_s)
@@ -114,7 +114,7 @@ def write_config(cfg: DictConfig) -> Path:
     """Write a trial's configuration into its folder, without the result of an earlier trial there."""
     folder = Path(cfg.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    discard_result(cfg)
+    discard_result(folder)
     (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
     return folder
 

@@ -310,15 +310,16 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-class Seen(NamedTuple):
+@dataclass
+class Seen:
     """A step on some samples: their number, its tape, and what it logged as means.
 
     Each is a copy of the value, the `batch_size` that was given, and what was logged.
     """
 
     num: int
-    tape: Tape
-    logged: Mapping[str, tuple[Any, Any, Any]]
+    tape: Tape = field(default_factory=Tape)
+    logged: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict[str, "tuple[Any, Any, Any]"])
 
 
 def find_programs(whole: Seen, cuts: Sequence[Sequence[Seen]]) -> tuple[dict[str, Program], list[str]]:

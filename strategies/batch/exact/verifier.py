@@ -11,11 +11,11 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError
 from ...core.executor import Piece
 from ...core.internals import not_compiling
@@ -38,12 +39,12 @@ from ..run_structures import parts_are_equal
 from ..samples import FewSamples, seeded
 from ..structure import BatchStructure
 from ..tree import called
-from ..whole.gathering import SimulatedRanks, gathered, simulating
+from ..whole.gathering import SimulatedRanks, simulating
 from ..whole.meeting import Combine, Meeting, Seat, seat
 from ..whole.over_batch import end_of_step, ended
 from .module_state import ModuleState, Written, unlike
 from .normalisers import OF_SAMPLES, Guess, Part, Plan, Recorder, Unfit, guesses, kind_of, probe, ratio
-from .values import Program, Seen, Tape, find_programs
+from .values import Program, Seen, find_programs
 
 _SAMPLES = 8
 _MOST_ELEMENTS = 2**16
@@ -80,12 +81,16 @@ class Views(NamedTuple):
     chunks: bool
 
 
+_Piece: TypeAlias = Callable[[int, int], Batch]
+"""Makes a batch of the samples from i to j."""
+
+
 class _Cannot(Exception):  # told, and no error
     """The module can't be verified; says why."""
 
 
 @dataclass
-class _Step:
+class _Step(Seen):
     """What a step of the module has done.
 
     Args:
@@ -93,75 +98,94 @@ class _Step:
         unused: whether a parameter that is trained took no part in a loss.
         weight: the `loss_weight` that it returned.
         recorder: of the step, see `Recorder`.
-        seen: the step's logged values.
         written: what it has changed in the module, by name.
     """
 
-    num: int
     losses: list[Tensor] = field(default_factory=list[Tensor])
     unused: bool = False
     weight: Any = None
     recorder: Recorder = field(default_factory=Recorder)
-    tape: Tape = field(default_factory=Tape)
-    logged: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict[str, "tuple[Any, Any, Any]"])
     written: dict[str, Written] = field(default_factory=dict[str, Written])
-
-    @property
-    def seen(self) -> Seen:
-        """What it has logged."""
-        return Seen(self.num, self.tape, self.logged)
 
 
 class Verifier:
-    """Runs a module's training step on a few samples, whole and in parts.
+    """Runs a step of a module on a few samples, whole and in parts.
 
     Args:
-        module: placed on its devices, not wrapped.
-        name: of the strategy, which begins messages.
+        strategy: whose module is placed on its devices, and not wrapped.
         structure: cuts a batch into chunks.
-        option: how the user spells `verify=False`.
+        step: name of the module's method; of a step of evaluation only what it logs is compared.
+        loader: index of the one whose samples are taken.
+        together: whether all ranks verify, whose steps are exchanges.
     """
 
     def __init__(
-        self, module: pl.LightningModule, name: str, structure: BatchStructure, device: torch.device,
-        option: str = "strategy.verify=false",
+        self, strategy: Any, structure: BatchStructure, step: str = "training_step", loader: int = 0,
+        together: bool = False,
     ) -> None:  # fmt: skip
-        self._module, self._name, self._structure, self._device, self._option = module, name, structure, device, option
+        self._module: pl.LightningModule = strategy.lightning_module
+        self._name, self._structure, self._step, self._loader = strategy.strategy_name, structure, step, loader
+        self._device = next((p.device for p in self._module.parameters()), strategy.root_device)
+        by_config = getattr(strategy, "is_configured", False)
+        self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
+        self._trains, self._together = step == "training_step", together
+        trainer: Any = self._module.trainer
+        self._loop = trainer.fit_loop if self._trains else trainer._evaluation_loop
+        layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
+        self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
+        self._all_evaluates = not self._trains
+        self._meets = self._of_ranks = self._fails_in_parts = self._gathers = False
         self._rest: Sequence[Any] = ()
         self._options: dict[str, Any] = {}
-        self._all_evaluates = self._meets = self._of_ranks = self._fails_in_parts = False
-        self._loop, self._step, self._loader = module.trainer.fit_loop, "training_step", 0
-        self._together = self._gathers = False
-        self.in_turn = False
-        """Whether parts of a batch run one after the other, on the same weights."""
+        self._most = _SAMPLES
 
-    def find_values(
-        self, loop: Any, step: str, loader: int, count: Callable[[Batch], int | None], views: Views, together: bool
-    ) -> Verdict:
-        """Find the programs of what a step of evaluation logs.
+    def verify(self, batch: Batch, views: Views, rest: Sequence[Any], options: dict[str, Any]) -> Verdict:
+        """Find the plans of the losses and the programs of logged values, and compare.
 
         Args:
-            loop: of the evaluation.
-            step: name of the module's method.
-            loader: index of the one whose samples are taken.
-            together: whether all ranks call it, whose steps are exchanges.
+            batch: the first one of the run, for loaders whose samples can't be chosen; None if there is none.
+            views: how the strategy cuts batches.
+            rest: arguments of the step after the batch.
+            options: keyword arguments of the step.
         """
-        self._loop, self._step, self._loader, self._together = loop, step, loader, together
-        self._all_evaluates = True
-        takes_index = is_param_in_hook_signature(getattr(self._module, step), "batch_idx", min_args=2)
-        self._rest = (0,) * takes_index + (loader,) * (loop.num_dataloaders > 1)
-        verdict = Verdict()
+        self._rest, self._options = rest, options
+        verdict, fewer = Verdict(), False
         try:
+            if self._device.type == "meta":
+                raise _Cannot("its parameters have no values yet")
             with torch.inference_mode(False), not_compiling(), self._quiet():
-                for kind, (total, piece) in self._pieces(None, count, views):
+                for kind, total, piece in self._pieces(batch, views):
                     self._of_ranks = kind == "rank"
-                    if total > 1:
+                    if total < 2:
+                        raise _Cannot("its first batch has a single sample")
+                    if self._trains:
+                        self._compare(kind, total, piece, verdict)
+                    else:
                         self._compare_values(*self._runs(total, piece), piece, verdict)
-        except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
-            verdict.refusal = self._refused_rows(_said(exc))
-            line = f"{self._name}: what {step} logs was not compared with one device's ({_said(exc)})."
-            verdict.told.append((line, False))
-        return verdict
+                    if verdict.refusal:
+                        break
+        except Exception as exc:  # arbitrary code, on samples of its own
+            if self._trains and isinstance(exc, ConfigError):
+                raise
+            if not (fewer := self._takes_fewer(exc)):
+                self._tell_failure(exc, verdict)
+        # once the graphs that the error holds are gone
+        return self.verify(batch, views, rest, options) if fewer else verdict
+
+    def _takes_fewer(self, exc: Exception) -> bool:
+        """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
+        if self._most == 2 or not is_out_of_memory(exc):
+            return False
+        self._most //= 2
+        return True
+
+    def _tell_failure(self, exc: Exception, verdict: Verdict) -> None:
+        why, compared = str(exc), "training" if self._trains else f"what {self._step} logs"
+        if not isinstance(exc, _Cannot):
+            told = _said(exc)
+            why, verdict.refusal = f"{self._step} fails on a few samples ({told})", self._refused_rows(told)
+        line = f"{self._name}: {compared} could not be compared with one device's: {why}."
+        verdict.told.append((line, False))
 
     def _refused_rows(self, told: str) -> str:
         """Refuse a batch that can't be cut, if the step fails on parts of it; empty if that may have other reasons."""
@@ -173,70 +197,26 @@ class Verifier:
             "into an object that defines split(sizes)."
         )
 
-    def verify(
-        self, batch: Batch, count: Callable[[Batch], int | None], views: Views, rest: Sequence[Any],
-        options: dict[str, Any],
-    ) -> Verdict:  # fmt: skip
-        """Find the plans of the losses, and compare.
-
-        Args:
-            batch: the first one of the run, for loaders whose samples can't be chosen.
-            count: counts its samples.
-            views: how the strategy cuts batches.
-            rest: arguments of the step after the batch.
-            options: keyword arguments of the step.
-        """
-        self._rest, self._options = rest, options
-        verdict = Verdict()
-        try:
-            if self._device.type == "meta":
-                raise _Cannot("its parameters have no values yet")
-            with not_compiling(), self._quiet():
-                for kind, make in self._pieces(batch, count, views):
-                    self._compare(kind, make, verdict)
-                    if verdict.refusal:
-                        break
-        except _Cannot as exc:
-            verdict.told.append((f"{self._name}: training could not be compared with one device's: {exc}.", False))
-        except ConfigError:
-            raise
-        except Exception as exc:  # noqa: BLE001  # arbitrary code, on samples of its own
-            told = _said(exc)
-            verdict.refusal = self._refused_rows(told)
-            line = (
-                f"{self._name}: training could not be compared with one device's, since training_step fails on a few "
-                f"samples ({told})."
-            )
-            verdict.told.append((line, False))
-        return verdict
-
-    def _pieces(
-        self, batch: Batch, count: Callable[[Batch], int | None], views: Views
-    ) -> Iterator[tuple[str, tuple[int, Callable[[int, int], Batch]]]]:
+    def _pieces(self, batch: Batch, views: Views) -> Iterator[tuple[str, int, _Piece]]:
         """Yield each view, with the number of samples and what makes a batch of those from i to j."""
         try:
-            samples = FewSamples(self._module, self._loop, self._loader, _SAMPLES)
+            samples = FewSamples(self._module, self._loop, self._loader, self._most)
         except TypeError as exc:
-            num = count(batch) or 0
+            num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise _Cannot(f"its samples can't be chosen from {exc}") from exc
-            total = min(num, _SAMPLES)
-            split = self._structure.split
+            total, split = min(num, self._most), self._structure.split
             whole = batch if total == num else split(batch, [total, num - total])[0]
-            yield "chunk", (total, lambda i, j: _chunk(split, whole, i, j, total))
+            yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
             return
         total = samples.num
         if views.ranks:
-            yield "rank", (total, lambda i, j: samples.batch(i, j, self._device))
+            yield "rank", total, lambda i, j: samples.batch(i, j, self._device)
         if views.chunks:
             whole, split = samples.batch(0, total, self._device), self._structure.of_size(total).split
-            yield "chunk", (total, lambda i, j: _chunk(split, whole, i, j, total))
+            yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
 
-    def _compare(self, kind: str, make: tuple[int, Callable[[int, int], Batch]], verdict: Verdict) -> None:
-        total, piece = make
-        self._of_ranks = kind == "rank"
-        if total < 2:
-            raise _Cannot("its first batch has a single sample")
+    def _compare(self, kind: str, total: int, piece: _Piece, verdict: Verdict) -> None:
         whole, cuts = self._runs(total, piece)
         if not whole.losses:
             raise _Cannot("training_step returned no loss")
@@ -247,10 +227,11 @@ class Verifier:
             plan, difference, why = self._plan(call, whole, cuts)
             if plan is None:
                 plan = next((one for one, _ in self._proposals(call, whole, cuts) if one is not None), OF_SAMPLES)
-                if self._is_random(call, whole, piece, total):
+                if self._is_random(call, whole, piece, whole.num):
                     if not self._all_evaluates:
                         self._all_evaluates = True
-                        return self._compare(kind, make, verdict)
+                        del whole, cuts  # their graphs
+                        return self._compare(kind, total, piece, verdict)
                     line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
                     verdict.told.append((line, False))
                 else:
@@ -268,7 +249,7 @@ class Verifier:
         self._compare_values(whole, cuts, piece, verdict)
         return None
 
-    def _runs(self, total: int, piece: Callable[[int, int], Batch]) -> tuple[_Step, list[list[_Step]]]:
+    def _runs(self, total: int, piece: _Piece) -> tuple[_Step, list[list[_Step]]]:
         """Run a step on samples, whole and in parts; in equal ones if it gathers and the run has no others."""
         (whole,) = self._run(piece, 0, total)
         firsts = dict.fromkeys((max(1, round(total * 5 / 8)), total - 1))
@@ -276,12 +257,10 @@ class Verifier:
             firsts = dict.fromkeys((total // 2,))
         return whole, [self._run(piece, 0, i, total) for i in firsts]
 
-    def _compare_values(
-        self, whole: _Step, cuts: Sequence[Sequence[_Step]], piece: Callable[[int, int], Batch], verdict: Verdict
-    ) -> None:
+    def _compare_values(self, whole: _Step, cuts: Sequence[Sequence[_Step]], piece: _Piece, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
-        found, unknown = find_programs(whole.seen, [[step.seen for step in cut] for cut in cuts])
-        losses = [n for n, (*_, value) in whole.seen.logged.items() if any(is_loss(value, x) for x in whole.losses)]
+        found, unknown = find_programs(whole, cuts)
+        losses = [n for n, (*_, value) in whole.logged.items() if any(is_loss(value, x) for x in whole.losses)]
         found = {n: program for n, program in found.items() if whole.weight is None or n not in losses}
         unknown = [n for n in unknown if n not in losses]
         verdict.programs |= found
@@ -290,7 +269,7 @@ class Verifier:
         verdict.constants = {n for n in constants if isinstance(whole.logged[n][1], int)}
         if unknown:  # or random
             again = self._run(piece, 0, whole.num, seed=2)[0].logged
-            unknown = [n for n in unknown if n in again and str(again[n][0]) == str(whole.seen.logged[n][0])]
+            unknown = [n for n in unknown if n in again and str(again[n][0]) == str(whole.logged[n][0])]
         if unknown:
             line = (
                 f"{self._name}: {self._step} logs {', '.join(map(repr, unknown))}, of which values of parts of a batch "
@@ -364,28 +343,21 @@ class Verifier:
             for part in parts:
                 for handle in part.handles:
                     handle.remove()
-        largest = max(float(one.abs().max()) for one in expected if one.numel()) or 1.0
         names = {id(p): name for name, p in self._module.named_parameters()}
-        differences = [
-            (names.get(id(p), "a parameter"), _largest(one - two) / largest)
-            for p, one, two in zip(parameters, expected, found, strict=True)
-            if one.numel()
-        ]
-        return max(differences, key=lambda item: item[1])
+        of_all = (names.get(id(p), "a parameter") for p in parameters)
+        return max(zip(of_all, _differences(expected, found), strict=True), key=lambda item: item[1])
 
     def _gradients(self, losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequence[Any]) -> list[Tensor]:
         """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's."""
         with nullcontext() if self._of_ranks else without_hooks(parameters):
             return _gradients(losses, shares, parameters)
 
-    def _is_random(self, call: int, whole: _Step, piece: Callable[[int, int], Batch], total: int) -> bool:
+    def _is_random(self, call: int, whole: _Step, piece: _Piece, total: int) -> bool:
         """Whether the step gives other gradients with other random numbers."""
         parameters = _small_parameters(self._module)
         (again,) = self._run(piece, 0, total, seed=2)
         one, two = (self._gradients([step.losses[call]], [1.0], parameters) for step in (whole, again))
-        largest = max(float(gradient.abs().max()) for gradient in one if gradient.numel()) or 1.0
-        difference = max(_largest(a - b) / largest for a, b in zip(one, two, strict=True) if a.numel())
-        return difference > _tolerance(whole.losses[call], parameters)
+        return max(_differences(one, two)) > _tolerance(whole.losses[call], parameters)
 
     def _refusal(self, found: tuple[str, float] | None, why: str, kind: str, sizes: str, weighed: bool) -> str:
         name, difference = found or ("the loss", float("nan"))
@@ -406,15 +378,20 @@ class Verifier:
         by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
         return (
             f"{self._name}: computed in {kind}s of {sizes} samples, the gradient of {name} {by}{reason}. Compute what "
-            f"compares samples in evener.over_batch(fn)(...){pad or ','} or set {self._option} to train nevertheless."
+            f"compares samples in evener.over_batch(fn)(...){pad or ','}{self._view} or set {self._option} to train "
+            "nevertheless."
         )
 
-    def _compare_written(
-        self, whole: _Step, parts: Sequence[_Step], piece: Callable[[int, int], Batch], verdict: Verdict
-    ) -> None:
+    @property
+    def _view(self) -> str:
+        """What trains the module as it is, under ranks that can show it the whole batch."""
+        option = "strategy.global_view=true" if "strategy." in self._option else "DDPStrategy(global_view=True)"
+        return f" set {option}, which is exact but slower," if self._name == "ddp" and self._of_ranks else ""
+
+    def _compare_written(self, whole: _Step, parts: Sequence[_Step], piece: _Piece, verdict: Verdict) -> None:
         """Refuse what a step computes of its samples and leaves in the module, if later steps compute with it."""
         weights = sorted(whole.written.keys() & dict(self._module.named_parameters()).keys())
-        if self.in_turn and weights:
+        if self._in_turn and weights:
             verdict.refusal = (
                 f"{self._name}: training_step writes to {weights[0]}, which the next micro-batch would read. Write to "
                 "it in on_train_batch_end, or set num_microbatches=1."
@@ -451,7 +428,7 @@ class Verifier:
                 found.append(name)
         return found
 
-    def _reads(self, name: str, steps: Sequence[_Step], piece: Callable[[int, int], Batch]) -> bool:
+    def _reads(self, name: str, steps: Sequence[_Step], piece: _Piece) -> bool:
         """Whether a step computes otherwise with what one of some steps has left in the module than with another's."""
         total, parameters, first = steps[0].num, _small_parameters(self._module), None
         for step in steps:
@@ -463,8 +440,7 @@ class Verifier:
                 continue
             found = self._gradients(again.losses, [1.0] * len(again.losses), parameters)
             first = first or found
-            largest = max((_largest(one) for one in first if one.numel()), default=0.0) or 1.0
-            if any(_largest(a - b) > 1e-6 * largest for a, b in zip(first, found, strict=True) if a.numel()):
+            if any(difference > 1e-6 for difference in _differences(first, found)):
                 return True
         return False
 
@@ -479,13 +455,11 @@ class Verifier:
                 parameter.grad = gradient
                 parameter.requires_grad_(is_trained)
 
-    def _run(
-        self, piece: Callable[[int, int], Batch], *places: int, seed: int = 1, given: Sequence[Written] = ()
-    ) -> list[_Step]:
+    def _run(self, piece: _Piece, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[_Step]:
         """Run the step on the samples between each two places, one after the other, or as one trial if parts meet."""
         spans = list(itertools.pairwise(places))
         self._fails_in_parts = len(spans) > 1
-        ranks = _Ranks(len(spans)) if self._of_ranks else _Ranks(1)
+        ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
         if len(spans) == 1 or not self._meets:
             try:
                 steps = list[_Step]()
@@ -500,18 +474,17 @@ class Verifier:
             ranks.first = 0
         return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
 
-    def _communicates(self, piece: Callable[[int, int], Batch], total: int) -> bool:
+    def _communicates(self, piece: _Piece, total: int) -> bool:
         """Whether parts gather from one another."""
         if not self._gathers:
             self._run(piece, 0, total // 2, total)
         return self._gathers
 
     def _trial(
-        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: "_Ranks", given: Sequence[Written]
+        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: SimulatedRanks, given: Sequence[Written]
     ) -> list[_Step]:
         module, steps = self._module, [_Step(num) for num, _ in parts]
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
-        trains = self._step == "training_step"
 
         def here() -> _Step:
             place = seat()
@@ -532,7 +505,7 @@ class Verifier:
             alone = nullcontext() if self._together else _OneRank()
             with alone, here().recorder, here().tape:
                 output: Any = getattr(module, self._step)(batch, *self._rest, **self._options)
-                output = ended(module, output) if trains else output
+                output = ended(module, output) if self._trains else output
             here().weight = weight_in(output)
             loss = output.get("loss") if isinstance(output, dict) else output
             if module.automatic_optimization and isinstance(loss, Tensor):
@@ -584,42 +557,6 @@ class _Parts(Meeting):
         return answer
 
 
-@dataclass
-class _Ranks(SimulatedRanks):
-    """The ranks that parts of a batch stand for; a single one for chunks.
-
-    Args:
-        first: the rank of the first part that is under way.
-    """
-
-    size: int
-    first: int = 0
-    has_gathered: bool = False
-
-    @property
-    def rank(self) -> int:
-        """That of the part whose step asks."""
-        place = seat()
-        return min(self.first + (place.part if isinstance(place, Seat) else 0), self.size - 1)
-
-    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
-        """See `RankStrategy.all_gather`."""
-        self.has_gathered = True
-        if self.size == 1:
-            return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
-        own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
-        return seat().meet("all_gather", own, _of_all_ranks)
-
-
-def _of_all_ranks(brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    tensors = list(brought.values())
-    if len({one.shape for one in tensors}) == 1:
-        return dict.fromkeys(brought, torch.stack(tensors))
-    if len({one.shape[1:] for one in tensors}) > 1:
-        raise _Cannot("all_gather is given rows of different shapes")
-    return dict.fromkeys(brought, torch.cat(tensors).unsqueeze(0))
-
-
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
@@ -656,6 +593,13 @@ def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
 def _tolerance(loss: Tensor, parameters: Sequence[Tensor]) -> float:
     eps = max(torch.finfo(one.dtype).eps for one in (loss, *parameters))
     return _EXACT if eps < 1e-12 else max(_CLOSE, 16 * eps)
+
+
+def _differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[float]:
+    """By how much each gradient differs, relative to the largest number in those expected."""
+    largest = max((float(one.abs().max()) for one in expected if one.numel()), default=0.0) or 1.0
+    pairs = zip(expected, found, strict=True)
+    return [_largest(one - two) / largest if one.numel() else 0.0 for one, two in pairs]
 
 
 def _largest(values: Tensor) -> float:
@@ -701,13 +645,14 @@ def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], No
 
     strategy: Any = module.trainer.strategy
     optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
-    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": _nothing}
+    still = partial(_answered, None)
+    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
     if not optimizers:  # before the strategy makes them
         optimizers, configs = _init_optimizers_and_lr_schedulers(module)
-        replaced |= {"toggle_optimizer": _nothing, "untoggle_optimizer": _nothing}
+        replaced |= {"toggle_optimizer": still, "untoggle_optimizer": still}
     for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
-        still = [_Still(one) for one in own]
-        replaced[name] = partial(_answered, still[0] if len(still) == 1 else still or None)
+        answers = [_Still(one) for one in own]
+        replaced[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
     for name, call in replaced.items():
         stack.callback(Replacement(module, name, call).remove)
 
@@ -715,10 +660,6 @@ def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], No
 def _answered(answer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return what is known, in place of a method's result."""
     return answer
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, in place of a method."""
 
 
 class _Still:
@@ -776,22 +717,11 @@ def verified(
     Raises:
         ConfigError: the module trains otherwise; the message says what differs.
     """
-    module: pl.LightningModule = strategy.lightning_module
     verdict: Verdict | None = None
     if is_first:
-        structure = structure or cast(BatchStructure, strategy.structures.of_batch(module.trainer))
-        device = next((p.device for p in module.parameters()), strategy.root_device)
-        by_config = getattr(strategy, "is_configured", False)
-        spelled = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
-        verifier = Verifier(module, strategy.strategy_name, structure, device, spelled)
-        layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
-        verifier.in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
-        verdict = verifier.verify(args[0], structure.num_samples, views, args[1:], options)
-    found: Verdict = share(verdict)
-    for line, warns in found.told if is_first and verifies else ():
-        (rank_zero_warn if warns else rank_zero_info)(line)
-    if found.refusal and verifies:
-        raise ConfigError(found.refusal)
+        verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
+        verdict = verifier.verify(args[0], views, args[1:], options)
+    found = _told(share(verdict), is_first, verifies)
     given = getattr(getattr(getattr(strategy, "layout", None), "options", None), "loss_reduction", "mean")
     if given == "sum" and any(term.kind == "mean" for plan in found.plans for term in plan.terms):
         raise ConfigError(
@@ -801,10 +731,19 @@ def verified(
     return found
 
 
+def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
+    """Say what was found, and refuse what differs."""
+    for line, warns in found.told if is_first and verifies else ():
+        (rank_zero_warn if warns else rank_zero_info)(line)
+    if found.refusal and verifies:
+        raise ConfigError(found.refusal)
+    return found
+
+
 def find_evaluated(
     strategy: Any,
     views: Views,
-    share: Callable[[Any], Any] | None = None,
+    share: Callable[[Any], Any] = lambda found: found,
     is_first: bool = True,
     together: bool = False,
 ) -> None:
@@ -812,20 +751,16 @@ def find_evaluated(
     module, values = strategy.lightning_module, strategy.contract.reader.values
     if module.trainer.predicting or not any(views):
         return
-    loop: Any = module.trainer._evaluation_loop
+    num_loaders = module.trainer._evaluation_loop.num_dataloaders
     step = "test_step" if module.trainer.testing else "validation_step"
-    for loader in range(loop.num_dataloaders):
+    takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+    for loader in range(num_loaders):
         if (step, loader) in values.programs:
             continue
         verdict: Verdict | None = None
         if is_first:
-            structure = strategy.structures.of_batch(module.trainer, loader)
-            device = next((p.device for p in module.parameters()), strategy.root_device)
-            verifier = Verifier(module, strategy.strategy_name, structure, device)
-            verdict = verifier.find_values(loop, step, loader, structure.num_samples, views, together)
-            for line, warns in verdict.told:
-                (rank_zero_warn if warns else rank_zero_info)(line)
-        found: Any = verdict if share is None else share(verdict)
-        if found.refusal:
-            raise ConfigError(found.refusal)
+            structure, rest = strategy.structures.of_batch(module.trainer, loader), (0,) * takes_index
+            rest += (loader,) * (num_loaders > 1)
+            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest, {})
+        found = _told(share(verdict), is_first)
         values.learn(step, loader, found.programs, found.constants)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,23 +13,32 @@ from ...core.errors import ConfigError
 from .meeting import Seat, seat
 
 
-class SimulatedRanks(Protocol):
+@dataclass
+class SimulatedRanks:
     """Ranks that one process stands in for, part by part.
 
-    Attributes:
+    Args:
         size: how many there are.
+        first: the rank of the first part that is under way.
     """
 
     size: int
+    first: int = 0
+    has_gathered: bool = False
 
     @property
     def rank(self) -> int:
         """That of the part whose step asks."""
-        ...
+        place = seat()
+        return min(self.first + (place.part if isinstance(place, Seat) else 0), self.size - 1)
 
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
-        """What `all_gather` returns on each."""
-        ...
+        """What `all_gather` returns on each; see `RankStrategy.all_gather`."""
+        self.has_gathered = True
+        if self.size == 1:
+            return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
+        own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
+        return seat().meet("all_gather", own, _of_all_ranks)
 
 
 _simulated: list[SimulatedRanks] = []
@@ -105,3 +115,12 @@ def _joined(
         whole = torch.stack(parts).sum(0)
     value = each(whole)
     return {part: value.to(own.device) for part, own in brought.items()}
+
+
+def _of_all_ranks(brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    tensors = list(brought.values())
+    if len({one.shape for one in tensors}) == 1:
+        return dict.fromkeys(brought, torch.stack(tensors))
+    if len({one.shape[1:] for one in tensors}) > 1:
+        raise ValueError("all_gather is given rows of different shapes")
+    return dict.fromkeys(brought, torch.cat(tensors).unsqueeze(0))

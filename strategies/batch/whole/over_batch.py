@@ -179,14 +179,6 @@ def _replaced_leaves(value: Any, known: Mapping[int, Any]) -> Any:
     return value if items is None else rebuild(value, [_replaced_leaves(child, known) for _, child in items])
 
 
-class Place(Protocol):
-    """Where a part of a batch calls a function of the whole batch."""
-
-    def whole(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Compute the function's value over all parts of this process, and those of other ranks."""
-        ...
-
-
 def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     here = seat()
     if here is None:

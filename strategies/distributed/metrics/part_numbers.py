@@ -48,9 +48,8 @@ class PartNumbers:
     def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
         """Yield what takes the place of `update` of aggregators: the class, the method's name and the method."""
         for kind in kinds:
-            if BaseAggregator in kind.__mro__ and "update" in vars(
-                kind
-            ):  # `issubclass` of an ABC takes ten times as long
+            # `issubclass` of an ABC takes ten times as long
+            if BaseAggregator in kind.__mro__ and "update" in vars(kind):
                 yield kind, "update", _Update(kind.update, self._update)
 
     def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -64,9 +63,12 @@ class PartNumbers:
         if weight is None:
             update(*args, **kwargs)
             return
-        assert isinstance(metric, MeanMetric)
-        with self._lock:
-            _add_part(metric, partial(update, *args, **kwargs), weight)
+        with self._lock:  # by its states, as not all metrics take a weight into account
+            states = vars(metric)  # which `setattr` writes to at several times the cost
+            before = {name: states[name] for name in ("mean_value", "weight")}
+            states.update({name: torch.zeros_like(value) for name, value in before.items()})
+            update(*args, **kwargs)
+            states.update({name: torch.add(value, states[name], alpha=weight) for name, value in before.items()})
 
     def _weight(self, metric: BaseAggregator, number: Any, kinds: set[str]) -> float | None:
         """What a number counts for, and note what it is; None for one that counts as it is."""
@@ -105,15 +107,6 @@ class _Update:
 
     def __set__(self, metric: Any, update: Callable[..., None]) -> None:
         vars(metric)["update"] = update
-
-
-def _add_part(metric: MeanMetric, update: Callable[[], None], part: float) -> None:
-    """Add a number with the weight of a part: by its states, as not all metrics take a weight into account."""
-    states = vars(metric)  # which `setattr` writes to at several times the cost
-    before = {name: states[name] for name in ("mean_value", "weight")}
-    states.update({name: torch.zeros_like(value) for name, value in before.items()})
-    update()
-    states.update({name: torch.add(value, states[name], alpha=part) for name, value in before.items()})
 
 
 def verify_given(name: str, ranks: Iterable[Set[str]]) -> None:

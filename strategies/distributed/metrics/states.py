@@ -51,9 +51,12 @@ class Sent(NamedTuple):
 
     def to(self, device: torch.device) -> "Sent":
         """Copy tensors to a device: a slice would be sent with all of its storage."""
-        return self._replace(
-            states={name: [(at, _copied(v, device)) for at, v in own] for name, own in self.states.items()}
-        )
+
+        def copied(value: Any) -> Any:
+            return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+
+        states = {name: [(at, copied(value)) for at, value in own] for name, own in self.states.items()}
+        return self._replace(states=states)
 
 
 class SavedMetric(NamedTuple):
@@ -91,10 +94,6 @@ class SavedMetric(NamedTuple):
 
 def _moved(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return move_data_to_device(apply_to_collection(dict(states), Tensor, Tensor.detach), device)
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def growing(metric: Metric) -> list[str]:
@@ -138,17 +137,13 @@ def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, r
         values = [value for _, rank, value in found if ranks[rank].num_updates]
     if not values:
         return default.to(metric.device)
-    if reduction is dim_zero_mean and any(not _are_same(value, values[0]) for value in values):
+    if reduction is dim_zero_mean and not all(torch.allclose(v, values[0], 0, 0, equal_nan=True) for v in values):
         raise ConfigError(
             f"{type(metric).__name__}: its state {name!r} is reduced by a plain mean over ranks, which have different "
             "numbers of samples. Keep a sum and a count, each with dist_reduce_fx='sum'."
         )
     stacked = torch.stack(values)
     return stacked if reduction is None else reduction(stacked)
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, PartValues, empty_copy
+from ...core.patching import replaced
 from .states import Sent, combine
 
 
@@ -59,11 +60,8 @@ class MetricSteps:
     @contextmanager
     def unrecorded(self) -> Generator[None]:
         """Record nothing of the calls inside the block."""
-        before = dict(self._inputs), set(self._keeps)
-        try:
+        with replaced(self, "_inputs", {}), replaced(self, "_keeps", set()):
             yield
-        finally:
-            self._inputs, self._keeps = before
 
     def recorded(self, metric: Metric) -> bool:
         """Whether the step has called `forward` of a metric, and the metric keeps its value (Running does not)."""

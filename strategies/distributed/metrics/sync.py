@@ -38,6 +38,8 @@ class MetricSync:
         self._marks: dict[int, list[Mark]] = {}
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
+        self.is_whole = False
+        """Whether every rank's metrics have seen the samples of all."""
         self._num_passes = 0
         self._windows: dict[int, Running] = {}
         self._counted: dict[int, Mapping[str, Any]] = {}
@@ -85,11 +87,8 @@ class MetricSync:
         Args:
             metrics: each with its attributes.
         """
-        self._counted = {id(metric): attributes for metric, attributes in metrics}
-        try:
+        with replaced(self, "_counted", {id(metric): attributes for metric, attributes in metrics}):
             yield
-        finally:
-            self._counted = {}
 
     def combine(self, metric: Metric, group: Any = None) -> None:
         """Replace a metric's states by those of all ranks; every rank must call it.
@@ -98,6 +97,8 @@ class MetricSync:
             RankError: ranks combine different metrics.
             ConfigError: the states can't be combined exactly.
         """
+        if self.is_whole:
+            return
         window = self._windows.get(id(metric))
         own = self._own(metric, window)
         for part in (value for pieces in own.states.values() for _, value in pieces):
@@ -161,16 +162,9 @@ class RunMetrics:
         self.steps.close()
 
 
-def _metric_classes() -> set[type[Metric]]:
+def _metric_classes(kind: type[Metric] = Metric) -> set[type[Metric]]:
     """Return all classes of metrics of this process, `Metric` included."""
-    found: set[type[Metric]] = set()
-    left = [Metric]
-    while left:
-        kind = left.pop()
-        if kind not in found:
-            found.add(kind)
-            left += kind.__subclasses__()
-    return found
+    return {kind}.union(*map(_metric_classes, kind.__subclasses__()))
 
 
 def _widen_deviations(metric: PearsonCorrCoef) -> None:

@@ -29,7 +29,6 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
 _BATCHES = ("max_batches", "_max_batches")
 """Attributes of a loop: how many batches it takes, where that is a list of one number per loader."""
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
 
@@ -54,8 +53,7 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
     """Write down, in rank 0, what its run has changed of known objects, and what it has returned."""
     ids = {id(value): name for name, value in known.items()}
     attributes = {name: dict(_attributes(value)) for name, value in known.items()}
-    strategy, connector = trainer.strategy, trainer._logger_connector
-    metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
     state = {
         "attributes": attributes,
         "names": {name: list(vars(known[name])) for name, found in attributes.items() if found},
@@ -64,15 +62,8 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
             for name, value in known.items()
             if isinstance(value, nn.Parameter)
         },
-        "callbacks": callbacks_of(trainer),
-        "metrics": dict(zip(_METRICS, [dict(values) for values in metrics], strict=True)),
-        "first_loop_iter": connector._first_loop_iter,
-        "state": trainer.state,
-        "should_stop": trainer.should_stop,
-        "val_check_batch": trainer.val_check_batch,
-        "optimizers": strategy.optimizers,
-        "schedulers": strategy.lr_scheduler_configs,
-        "scaler": strategy.precision_plugin.state_dict(),
+        **{key: getattr(owner, key) for owner, key in _changed(trainer)},
+        "scaler": trainer.strategy.precision_plugin.state_dict(),
         "random": rng.random_state(),
         "results": move_data_to_device(results, torch.device("cpu")),
     }
@@ -94,20 +85,12 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
         for key in set(namespace).difference(state["names"].get(name, namespace)):
             del namespace[key]  # a layer has taken the place of an attribute that was None, say
         _update(namespace, attributes)
-    strategy, connector = trainer.strategy, trainer._logger_connector
     module = trainer.lightning_module
     module.trainer = trainer
-    strategy.connect(module)
-    strategy.optimizers = state["optimizers"]
-    strategy.lr_scheduler_configs = state["schedulers"]
-    strategy.precision_plugin.load_state_dict(state["scaler"])
-    for name, metrics in state["metrics"].items():
-        setattr(connector, name, metrics)
-    connector._first_loop_iter = state["first_loop_iter"]
-    vars(trainer)["callbacks"] = state["callbacks"]
-    trainer.state = state["state"]
-    trainer.should_stop = state["should_stop"]
-    trainer.val_check_batch = state["val_check_batch"]
+    trainer.strategy.connect(module)
+    trainer.strategy.precision_plugin.load_state_dict(state["scaler"])
+    for owner, key in _changed(trainer):
+        setattr(owner, key, state[key])
     rng.set_random_state(state["random"])
     if state["lost"]:
         rank_zero_warn(
@@ -115,6 +98,14 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
             "pickled; here it is as it was before. Keep what the script needs in plain attributes."
         )
     return state["results"]
+
+
+def _changed(trainer: pl.Trainer) -> Iterator[tuple[Any, str]]:
+    """What a run changes of Lightning's own objects: the object, and its attribute."""
+    metrics = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter")
+    yield from ((trainer._logger_connector, key) for key in metrics)
+    yield from ((trainer.strategy, key) for key in ("optimizers", "lr_scheduler_configs"))
+    yield from ((trainer, key) for key in ("callbacks", "state", "should_stop", "val_check_batch"))
 
 
 def _update(namespace: dict[str, Any], attributes: Mapping[str, Any]) -> None:

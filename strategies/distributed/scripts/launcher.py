@@ -30,10 +30,11 @@ from ...core.devices import is_in_use
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
 from ...core.module_checks import verify_shapes
-from ..process_exit import StopRequests, leave_terminal
-from ..store import hosted_store, leave_store
+from ..process_exit import LAST_WORDS_S, StopRequests, leave_terminal
+from ..processes import RankProcesses, status_of
+from ..store import RankError, hosted_store, leave_store
 from ._handback import known_objects, pack, unpack
-from ._processes import STOPS_ALONE, RankProcesses
+from ._processes import STOPS_ALONE, error, start
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
@@ -47,6 +48,9 @@ def teardown(trainer: Any) -> None:
 
 RESULT = "result"
 """The file in which rank 0 leaves what it brings back."""
+
+POLL_S = 0.1
+"""Seconds between two looks at the processes, at most; the end of one is seen at once."""
 
 STOPPED = b"stopped by a signal"
 """Result of the processes if they stopped together after a signal to any of them."""
@@ -159,7 +163,7 @@ class ScriptLauncher(_Launcher):
         verify_shapes(trainer.lightning_module)
         known, strategy = known_objects(trainer), self._strategy
         with scratch_directory() as folder, self._store() as variables:
-            processes = self._processes = RankProcesses(self._start_method, folder, self._timeout_s)
+            processes = self._processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
             with forwarded_signals(processes) as requests:
                 state = (
                     rng.random_state(),
@@ -167,12 +171,19 @@ class ScriptLauncher(_Launcher):
                     torch.is_deterministic_algorithms_warn_only_enabled(),
                     torch.backends.cudnn.benchmark,
                 )
-                processes.start(_rank, strategy.num_processes, trainer, work, variables, state, folder / RESULT)
+                args = (trainer, work, variables, state, folder / RESULT)
+                start(processes, strategy.num_processes, self._start_method, folder, _rank, *args)
                 failed = processes.join()
+            if processes.late:
+                raise RankError(
+                    f"rank {', '.join(map(str, processes.late))} did not end within {self._timeout_s:g} s after the "
+                    "others had, and was killed. See what on_fit_end, teardown and threads of the module and the "
+                    "callbacks do there."
+                )
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
-            if failed is not None and processes.processes[failed].exitcode not in asked:
-                raise processes.error(failed)
+            if failed is not None and status_of(processes.processes[failed]) not in asked:
+                raise error(processes, failed, folder)
             packed = (folder / RESULT).read_bytes() if failed is None else STOPPED
         if requests.signum is not None or packed == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
@@ -188,7 +199,7 @@ class ScriptLauncher(_Launcher):
     @override
     def kill(self, signum: int) -> None:
         if self._processes is not None:
-            self._processes.kill(signum)
+            self._processes.end(signum)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_processes": None}  # processes can't be pickled
@@ -228,10 +239,10 @@ def forwarded_signals(ranks: RankProcesses) -> Generator[StopRequests]:
     def forward(signum: int, frame: FrameType | None) -> None:
         answer = requests.receive(signum)
         if answer == "at once" or not ranks.processes:
-            ranks.kill(signal.SIGKILL)
+            ranks.end(signal.SIGKILL)
             raise _stop(signum)
         if answer == "first":
-            ranks.kill(signal.SIGTERM)
+            ranks.end(signal.SIGTERM)
 
     if threading.current_thread() is not threading.main_thread():
         yield requests

@@ -30,7 +30,7 @@ class FakeModule:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     fake = FakeModule()
-    monkeypatch.setattr(rng, "_module", lambda device: fake)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     monkeypatch.setattr(rng, "on_device", fake.device)
     return fake
 
@@ -82,7 +82,7 @@ def test_the_streams_of_all_devices_of_a_process_are_saved(monkeypatch: pytest.M
             asked.append(device)
             return torch.zeros(1)
 
-    monkeypatch.setattr(rng, "_module", lambda device: Generators())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Generators())
     strategy = DataParallelStrategy(["cuda:0", "cuda:1", "cpu"])
     saved = rng.capture(strategy.process_devices)
     assert asked == devices("cuda:0", "cuda:1")

@@ -59,8 +59,7 @@ def test_a_rank_that_failed_is_named_before_communication_is_aborted(nccl: FakeN
     try:
         raise KeyError("only rank 1")
     except KeyError as exc:
-        failing.tell(exc)
-        failing.freeze(exc)
+        failing.explain(exc)
     assert nccl.aborted.wait(WAIT_S)
     waiting.end()
     assert len(nccl.events) == 2
@@ -99,7 +98,7 @@ def test_the_rank_at_fault_reports_its_own_error(nccl: FakeNCCL) -> None:
     try:
         raise KeyError("its own")
     except KeyError as exc:
-        failing.freeze(exc)
+        failing.explain(exc)
     time.sleep(0.3)
     failing.end()
     assert nccl.events == []

@@ -53,11 +53,11 @@ def _exchanged() -> Any:
     rank = dist.get_rank()
     value = {"rank": rank, "x": torch.full((100 + 400 * rank,), float(rank)), "names": ["a"] * rank}
     on_all = objects.gather_objects(value)
-    on_first = objects.gather_on_first(value)
+    on_first = objects.gather_objects(value, only_first=True)
     whole = sent.copy()
     sent.clear()
     assert objects.gather_objects("a" * 100 * (rank + 1)) == ["a" * 100, "a" * 200]
-    assert objects.gather_on_first(rank) == (None if rank else [0, 1])
+    assert objects.gather_objects(rank, only_first=True) == ([] if rank else [0, 1])
     small = [name for name, _, _ in sent]
     texts = [objects.broadcast_object(letter * length * rank, src=1) for letter, length in (("b", 400), ("c", 5000))]
     assert texts == ["b" * 400, "c" * 5000]
@@ -73,7 +73,7 @@ def test_objects_travel_as_cpu_tensors_and_small_ones_at_once() -> None:
     expected = [(0, 100, 0.0, []), (1, 500, 1.0, ["a"])]
     (all_0, first_0, sent, small), (all_1, first_1, sent_1, _) = run_ranks(_exchanged, 2)
     assert all_0 == all_1 == first_0 == expected
-    assert first_1 is None
+    assert first_1 == []
     assert sent == sent_1
     assert {device for _, device, _ in sent} == {"cpu"}
     assert small == ["gather", "broadcast"] * 2

@@ -5,7 +5,7 @@ from torch.distributed import HashStore
 
 from evener.strategies import ConfigError
 from evener.strategies.distributed._stop import REQUEST, StopAgreement
-from evener.strategies.distributed.signed_store import SECRET, SecretCheck, announce, signed
+from evener.strategies.distributed.signed_store import SECRET, announce, secret_check, signed
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_a_rank_with_another_secret_is_named(own: str, other: str, named: str, m
     announce(store, 0)
     monkeypatch.setenv(SECRET, own)
     announce(store, 1)
-    SecretCheck(store, 3, [1, 2, 0])()  # rank 2 has not come yet
+    secret_check(store, 3, [1, 2, 0])()  # rank 2 has not come yet
     with pytest.raises(
         ConfigError, match=f"EVENER_SECRET {named}. Set it to the same text on all machines, or on none"
     ):
-        SecretCheck(store, 3, [1, 0])()
+        secret_check(store, 3, [1, 0])()

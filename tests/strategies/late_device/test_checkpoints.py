@@ -14,6 +14,8 @@ from torch import Tensor
 
 from evener.strategies import DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.checkpoint.file_io import read
+from evener.trainer.checkpoint.snapshots import MEMORY, discard, saved_in_memory
 
 pytestmark = needs_late_device
 
@@ -50,6 +52,38 @@ def test_a_file_that_is_written_while_training_goes_on_has_the_weights_of_its_st
     num, differ = late_device.run(_saved, str(tmp_path))
     assert num >= 4
     assert differ == []
+
+
+class Ends(pl.Callback):
+    """Ends a run by an error after a step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise InterruptedError
+
+
+def _snapshots(folder: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    late_device.set_delays(Delays(kernel=1e-3, copy=5e-3))
+    kept, differ = KeepsWeights(), list[str]()
+    for strategy in (SingleDeviceStrategy("late:0"), ModelParallelStrategy(["late:0", "late:1"], num_microbatches=2)):
+        place = Path(folder, type(strategy).__name__)
+        saving = Checkpoint(dirpath=place, every_n_epochs=1, snapshot_every_n_steps=1)
+        options: dict[str, Any] = {"callbacks": [saving, kept, Ends()], "enable_checkpointing": True, "devices": 1}
+        with pytest.raises(InterruptedError):
+            make_trainer(CASE, strategy, accelerator="late", **options).fit(make_module(CASE), CASE.loader())
+        file = saved_in_memory(place)
+        assert file is not None
+        saved = read(file)
+        own = kept.at[saved["global_step"]]
+        differ += [key for key, value in saved["state_dict"].items() if not torch.equal(value, own[key].cpu())]
+        discard(place)
+    return differ
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no /dev/shm")
+def test_a_snapshot_that_is_taken_while_training_goes_on_has_the_weights_of_its_step(tmp_path: Path) -> None:
+    assert late_device.run(_snapshots, str(tmp_path)) == []
 
 
 def _continued(folder: str) -> list[float]:

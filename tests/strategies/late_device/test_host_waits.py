@@ -22,6 +22,7 @@ from evener.strategies import (
     DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
+    FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
@@ -40,6 +41,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "1f1b": lambda: ModelParallelStrategy(TWO, num_microbatches=2),
     "gpipe": lambda: ModelParallelStrategy(TWO, num_microbatches=2, schedule="gpipe"),
     "ddp": lambda: DDPStrategy(timeout_s=60),
+    "fsdp": lambda: FSDPStrategy(timeout_s=60),
     "ddp of replicas": lambda: DDPStrategy(timeout_s=60, devices_per_process=2),
     "ddp_model_parallel": lambda: DDPModelParallelStrategy(timeout_s=60, num_microbatches=2),
 }
@@ -100,12 +102,14 @@ def _waits(names: list[str], folder: str, num_devices: int) -> dict[str, list[st
 
 
 def test_on_an_ordinary_step_the_host_waits_for_no_device(tmp_path: Path) -> None:
-    names = [name for name in STRATEGIES if not name.startswith("ddp")]
+    names = [name for name in STRATEGIES if "ddp" not in name and name != "fsdp"]
     found = late_device.run(_waits, names, str(tmp_path), 1)
     assert found == {name: [] for name in names}
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("ddp", 2), ("ddp of replicas", 4), ("ddp_model_parallel", 4)])
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [("ddp", 2), ("fsdp", 2), ("ddp of replicas", 4), ("ddp_model_parallel", 4)]
+)
 def test_nor_do_ranks(tmp_path: Path, name: str, num_devices: int) -> None:
     for found in late_device.run_ranks(_waits, 2, [name], str(tmp_path), num_devices):
         assert found == {name: []}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evener.strategies import ConfigError
-from evener.strategies.pipeline._plan import auto_plan, balanced_cut, found_plan, named_plan, plan_table, verify_manual
+from evener.strategies.pipeline._plan import auto_plan, balanced_cut, found_plan, named_plan, plan_rows, verify_manual
 from evener.strategies.pipeline.module_parts import Part, find_parts, part_bytes
 
 CPU = torch.device("cpu")
@@ -201,13 +201,10 @@ def test_manual_placement_that_is_not_finished_is_refused() -> None:
 
 def test_table_by_hand() -> None:
     module = Small(tied=True)
-    assert plan_table(module, named_plan(module, 2, ["blocks.2"]), [CPU, torch.device("cuda:1")]) == "\n".join(
-        [
-            "stage  device  modules                  parameters  bytes",
-            "0      cpu     embed, blocks.0-1, head  56          224",
-            "1      cuda:1  blocks.2-3               40          160",
-        ]
-    )
+    assert plan_rows(module, named_plan(module, 2, ["blocks.2"]), [CPU, torch.device("cuda:1")]) == [
+        ("0", "cpu", "embed, blocks.0-1, head", "56", "224"),
+        ("1", "cuda:1", "blocks.2-3", "40", "160"),
+    ]
 
 
 def test_a_placement_by_hand_is_described() -> None:
@@ -215,9 +212,9 @@ def test_a_placement_by_hand_is_described() -> None:
     module.blocks[2:].to("meta")
     module.head.to("meta")
     devices = [CPU, torch.device("meta")]
-    assert plan_table(module, found_plan(module, devices), devices).splitlines()[1:] == [
-        "0      cpu     embed, blocks.0-1  56          224",
-        "1      meta    blocks.2-3, head   56          224",
+    assert plan_rows(module, found_plan(module, devices), devices) == [
+        ("0", "cpu", "embed, blocks.0-1", "56", "224"),
+        ("1", "meta", "blocks.2-3, head", "56", "224"),
     ]
 
 

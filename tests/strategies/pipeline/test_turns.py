@@ -63,17 +63,25 @@ def step(
     name: ScheduleName = "1f1b",
     kind: type[Told] = Told,
 ) -> Told:
-    """One training step; the loss of the batch is the sum of the losses of micro-batches."""
-    module = kind(num_stages, tell)
+    """The second training step of a run; the loss of the batch is the sum of the losses of micro-batches."""
+    told: list[Any] = [lambda *_: None]
+    module = kind(num_stages, lambda *args: told[-1](*args))
     options = StageOptions(num_microbatches=num_microbatches, schedule=name)
     layout = Stages([CPU] * num_stages, options)
     layout.place(module)
-    runner = MicroBatches(layout)
-    calls = [partial(module.training_step, torch.full((1,), float(i)), 0) for i in range(num_microbatches)]
-    gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "sum", "model_parallel", None)
-    losses = runner.run([str(i) for i in range(num_microbatches)], calls, gradients)
-    gradients.attach(torch.stack(losses).sum()).backward()
-    runner.shutdown()
+    runner = MicroBatches(layout, module)
+    names = [str(i) for i in range(num_microbatches)]
+    chunks = [torch.full((1,), float(i)) for i in range(num_microbatches)]
+    calls = [partial(module.training_step, chunk, 0) for chunk in chunks]
+    for _ in range(2):
+        module.zero_grad()
+        gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "sum", "model_parallel", None)
+        runner.rehearsal.begin(names, partial(module.training_step, batch_idx=0), chunks, [1] * num_microbatches)
+        losses = runner.run(names, calls, gradients)
+        runner.rehearsal.end()
+        gradients.attach(torch.stack(losses).sum()).backward()
+        told.append(tell)
+    runner.close()
     return module
 
 

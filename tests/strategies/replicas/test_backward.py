@@ -1,13 +1,17 @@
 """The backward pass of replicas is one of autograd: whatever goes backward through it has one device's numbers."""
 
+import copy
+import gc
+import io
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from parity import Case, Net, assert_equal, baseline, run
+from parity import Case, Net, assert_equal, baseline, fit, make_module, run
 from pytorch_lightning.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -114,6 +118,20 @@ class Attacked(Net):
         return super().training_step((x.detach() + 0.1 * x.grad.sign(), *rest), batch_idx)  # type: ignore[no-any-return]
 
 
+class Copied(Net):
+    """Copies its layers in its step, and goes backward through the copies."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.read(batch)[0]
+        file = io.BytesIO()
+        torch.save(self.net, file)
+        file.seek(0)
+        for layers in (copy.deepcopy(self.net), torch.load(file, weights_only=False)):
+            layers(x).square().mean().backward()
+            assert all(type(p) is nn.Parameter and p.is_leaf and p.grad is not None for p in layers.parameters())
+        return super().training_step(batch, batch_idx)  # type: ignore[no-any-return]
+
+
 class Frozen(Net):
     """Freezes a layer for a part of its step."""
 
@@ -128,9 +146,19 @@ class Frozen(Net):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("module", [Penalized, Attacked, Frozen])
+@pytest.mark.parametrize("module", [Penalized, Attacked, Copied, Frozen])
 def test_what_a_step_does_with_its_graph_equals_one_device(module: type[Net], strategy: Any) -> None:
     assert_equal(run(Case(module), strategy(), devices=3), baseline(Case(module)), 1e-10)
+
+
+def test_a_module_is_released_after_its_run() -> None:
+    """A node of the graph held the runner, whose replicas hold the node: a cycle that Python can't see."""
+    module = make_module(Case())
+    fit(Case(), module, DataParallelStrategy())
+    left = weakref.ref(module)
+    del module
+    gc.collect()
+    assert left() is None
 
 
 def _fit_unused(find: bool | None) -> Any:

@@ -17,7 +17,7 @@ from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.job import run_job
 from evener.trainer.job.summary import summary_rows
-from evener.trainer.study.variants import Variant, best_of
+from evener.trainer.study.sweep import Variant, best_of
 
 
 class Scored(pl.LightningModule):

@@ -16,10 +16,10 @@ from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
-from evener.trainer.cli.main import explain
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
 from evener.trainer.config._option_values import annotations, verify_options
 from evener.trainer.config.checks import verify_checkpoint_path
+from evener.trainer.job.failure import error_sentence
 from evener.trainer.launch.launcher import launch
 
 MISTAKES = [
@@ -207,8 +207,8 @@ def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
 
 
 def test_a_full_disk_is_one_sentence() -> None:
-    told = explain(OSError(errno.ENOSPC, "No space left on device"))
+    told = error_sentence(OSError(errno.ENOSPC, "No space left on device"))
     assert told == (
-        "Error: The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
+        "The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
         "log_dir to another disk."
     )

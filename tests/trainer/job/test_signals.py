@@ -233,6 +233,27 @@ def test_data_workers_outlive_a_signal_to_all_processes(signum: signal.Signals, 
     assert multiprocessing.active_children() == []
 
 
+class SlowStream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Slow samples of which nobody knows how many there are."""
+
+    def __iter__(self) -> Any:
+        return map(Slow().__getitem__, range(8))
+
+
+@pytest.mark.long
+def test_data_workers_of_a_ranks_own_stream_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
+    # Found by `benchmarks/survival.py`: they were torch's plain ones, which ended, and outlived a rank that was killed.
+    trainer = Trainer(
+        strategy=DDPStrategy(timeout_s=120), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    loader = DataLoader(SlowStream(), 1, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(SystemExit) as raised:
+        trainer.fit(ToAll("step 2", signal.SIGTERM), loader, DataLoader(Slow(), 8))
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] >= 3
+
+
 def orphan(worker_pid: Path, method: str) -> None:
     """Be a rank that is killed while its data worker starts."""
     loader = DataLoader(

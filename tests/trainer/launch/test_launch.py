@@ -169,6 +169,13 @@ def test_a_rank_that_ends_in_order_because_another_failed_does_not_prevent_the_r
         assert run.last_steps() == {0: 1, 1: 1}
 
 
+def test_a_run_that_fails_in_two_ways_tells_the_last(tmp_path: Path) -> None:
+    # Cause: the first attempt's reason was told of a rank that left none in the last one.
+    with running(tmp_path, "module._target_=launched.FailsOtherwise", "launcher.max_restarts=1") as run:
+        assert run.wait(300) == 1, run.output.read_text()
+        assert "rank 1 failed: it exited with status 7" in run.output.read_text().splitlines()[-1]
+
+
 @pytest.mark.long
 def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
     with running(
@@ -223,3 +230,11 @@ def test_workers_start_python_anew_where_they_can_not_be_forked(
 @pytest.mark.parametrize(("devices", "forks"), [(["cpu", "cpu"], True), (["cuda:0", "cpu"], False)])
 def test_what_uses_an_accelerator_is_not_forked(devices: list[str], forks: bool) -> None:
     assert workers.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks
+
+
+@pytest.mark.long
+def test_a_failure_of_those_that_went_on_without_a_rank_is_told(tmp_path: Path) -> None:
+    # Cause: the result of the rank that was left out was taken for the first of the same attempt.
+    with running(tmp_path, "module._target_=launched.Raises", "launcher.min_processes=1") as run:
+        assert run.wait(300) == 1, run.output.read_text()
+        assert failure_of(run) == (0, "KeyError: 'rank 0 had enough'")

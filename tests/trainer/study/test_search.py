@@ -11,7 +11,7 @@ from seen import SHORT
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.cli.job import run_job
-from evener.trainer.study.search import Search, flat
+from evener.trainer.study.search import Search, flat, open_storage
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna is not installed; pip install evener[optuna]"
@@ -115,8 +115,7 @@ class Scripted:
 
 def ran(tmp_path: Path, *outcomes: Any, words: tuple[str, ...] = ()) -> Search:
     done = search(tmp_path, *words)
-    done.open()
-    done.run(Scripted(*outcomes))
+    done.execute(Scripted(*outcomes))
     return done
 
 
@@ -160,9 +159,9 @@ def test_a_worse_trial_is_pruned_on_every_rank(ranks: list[str], tmp_path: Path)
     pruner = ["hparams_search.pruner.n_startup_trials=1", "hparams_search.pruner.n_warmup_steps=0"]
     lr = "hparams_search.space.module.lr='choice(0.005,0.0)'"
     done = search(tmp_path, *only_lr, lr, *pruner, *ranks, "trainer.max_epochs=3", "hparams_search.num_trials=2")
-    done.open()
+    study = done.optuna.create_study(study_name=str(done.cfg.name), storage=open_storage(done.storage))
     for rate in (0.005, 0.0):
-        done.study.enqueue_trial({"module.lr": rate})
-    done.run(train)
+        study.enqueue_trial({"module.lr": rate})
+    done.execute(train)
     assert [trial.state.name for trial in done.study.trials] == ["COMPLETE", "PRUNED"]
     assert [done.results[number].num_steps for number in (0, 1)] == [12, 4], "after the first validation"

@@ -1,0 +1,149 @@
+"""`strategy.global_view=true`: ddp trains any module as one device does, random numbers and BatchNorm included."""
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F  # as modules write it
+from distributed import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.trainer import Trainer
+
+EXACT = 1e-10
+FEATURES, CLASSES = 5, 3
+
+
+def _dice(z: Tensor, y: Tensor) -> Tensor:
+    hit = F.one_hot(y, CLASSES)
+    return 1 - 2 * (z.softmax(1) * hit).sum() / (z.softmax(1).pow(2).sum() + hit.sum())
+
+
+def _decided(z: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(z, y)
+    return loss * (2 if loss.item() > 1.05 else 1) + z[: len(z) // 2].pow(2).sum() / len(z)
+
+
+def _written(z: Tensor, y: Tensor) -> Tensor:
+    weight = torch.ones_like(z)
+    weight[0] = 3.0
+    weight[:, 1] *= 0.5
+    return (z.pow(2) * weight).mean()
+
+
+LOSSES: dict[str, Any] = {
+    "mean": F.cross_entropy,
+    "root": lambda z, y: F.mse_loss(z, F.one_hot(y, CLASSES).to(z)).sqrt(),
+    "dice": _dice,
+    "pairs": lambda z, y: (F.normalize(z, dim=1) @ F.normalize(z, dim=1).T).logsumexp(1).mean(),
+    "variance": lambda z, y: F.relu(1 - z.var(0).sqrt()).mean(),
+    "masked": lambda z, y: z[y > 0].pow(2).mean(),
+    "hardest": lambda z, y: F.cross_entropy(z, y, reduction="none").topk(2).values.mean(),
+    "decided": _decided,
+    "written": _written,
+    "noise": lambda z, y: (z + torch.randn_like(z) + torch.rand(z.shape)).pow(2).mean(),
+}
+
+
+class Everything(pl.LightningModule):
+    """A module with dropout and BatchNorm, and a loss of a name."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+        )
+        self.form, self.mean, self.outs = form, MeanMetric(), list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = LOSSES[self.form](self.net(x), y)
+        self.mean(loss)
+        self.log("train", loss)
+        self.log("num", float(len(x)), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("metric", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outs.append(self.net(batch[0]).detach())
+        self.log("val", LOSSES[self.form](self.outs[-1], batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("median", torch.cat(self.outs).median())
+        self.outs.clear()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _fit(strategy: Any, devices: int, form: str, batch: int) -> dict[str, Tensor]:
+    warnings.simplefilter("ignore")  # Lightning's advice; an error would end the rank
+    torch.set_default_dtype(torch.float64)
+    pl.seed_everything(3, verbose=False)
+    module = Everything(form)
+    data = TensorDataset(torch.randn(21, FEATURES), torch.randint(0, CLASSES, (21,)))
+    loaders = DataLoader(data, batch_size=batch, shuffle=True), DataLoader(data, batch_size=batch)
+    trainer = Trainer(
+        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, *loaders)
+    numbers = {key: value.double() for key, value in trainer.callback_metrics.items()}
+    return {key: value.clone() for key, value in module.state_dict().items()} | numbers
+
+
+def _train_all(size_is: Any, batch: int) -> dict[str, dict[str, Tensor]]:
+    return {
+        form: _fit(
+            DDPStrategy(batch_size_is=size_is, global_view=True, timeout_s=60),
+            int(os.environ["WORLD_SIZE"]),
+            form,
+            batch,
+        )
+        for form in LOSSES
+    }
+
+
+@pytest.mark.parametrize(("ranks", "size_is", "batch"), [(2, "global", 8), (3, "global", 8), (2, "per_device", 4)])
+def test_every_form_trains_as_one_device_does(ranks: int, size_is: str, batch: int) -> None:
+    expected = run_ranks(_references, 1, 8)[0]
+    for found in run_ranks(_train_all, ranks, size_is, batch):
+        for form, values in expected.items():
+            assert found[form].keys() == values.keys()
+            for key, value in values.items():
+                torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+
+
+def _references(batch: int) -> dict[str, dict[str, Tensor]]:
+    return {form: _fit(SingleDeviceStrategy(), 1, form, batch) for form in LOSSES}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True)],
+)
+def test_options_that_it_has_no_use_for_are_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"global_view=true.*{option}"):
+        DDPStrategy(global_view=True, **{option: value})
+
+
+def test_a_stream_of_batches_per_device_is_refused_with_the_remedy() -> None:
+    run_ranks(_stream, 2)
+
+
+def _stream() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    batches = [(torch.randn(4, FEATURES), torch.zeros(4, dtype=torch.int64))] * 2
+    trainer = Trainer(
+        strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="batch_size_is=global"):
+        trainer.fit(Everything("mean"), batches)
