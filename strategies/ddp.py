@@ -87,8 +87,9 @@ class DDPStrategy(RankStrategy):
             "sync_batchnorm": bool(options.get("sync_batchnorm")),
         }
         given = [name for name, is_given in others.items() if is_given]
-        if given or self.strategy_name != "ddp":
+        given = given if self.strategy_name == "ddp" else ["global_view"]
+        if given:
             raise ConfigError(
                 f"{self.strategy_name}: global_view=true computes the whole batch as strategy=ddp with one device per "
-                f"process does. Leave out {', '.join(given) or 'global_view'}."
+                f"process does. Leave out {', '.join(given)}."
             )

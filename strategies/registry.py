@@ -73,6 +73,11 @@ def ranks_of(strategy: Strategy) -> RankStrategy | None:
     return strategy if isinstance(strategy, RankStrategy) else None
 
 
+def processes_of(strategy: Strategy) -> int:
+    """Count the processes that train together; a step under `global_view` sees one."""
+    return strategy.num_together if isinstance(strategy, RankStrategy) else getattr(strategy, "world_size", 1)
+
+
 def layout_of(strategy: Strategy) -> Layout | None:
     """How the strategy uses the devices of this process; None if that is not known."""
     return strategy.layout if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else None

@@ -72,12 +72,16 @@ def test_a_sampler_is_told_each_epoch_once() -> None:
     assert sampler.epochs == [0, 1]
 
 
+def copied_parameter(parameter: torch.Tensor, _: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone())
+
+
 def test_an_empty_container_of_modules_is_copied() -> None:
     # `child and copy(child)`: an empty ModuleDict is false, so the root's own stayed in the replica. Its attributes
     # could then not be refreshed, and a module that has one (neuralforecast's models do) failed under dp.
     root = nn.Module()
     root.embeddings, root.none = nn.ModuleDict(), None
-    copy = ModuleCopy(root, torch.device("cpu"), torch.device("cpu"))
+    copy = ModuleCopy(root, torch.device("cpu"), torch.device("cpu"), copied_parameter)
     assert copy.module.embeddings is copy.counterpart(root.embeddings)
     assert copy.module.embeddings is not root.embeddings
 
@@ -223,7 +227,7 @@ def test_a_wrapper_that_has_taken_over_the_layers_and_the_forward_of_a_module_ru
             self.forward = inner.forward
 
     wrapper: Any = Wrapper(Inner())
-    copied: Any = ModuleCopy(wrapper, torch.device("cpu"), torch.device("cpu"))
+    copied: Any = ModuleCopy(wrapper, torch.device("cpu"), torch.device("cpu"), copied_parameter)
     with torch.no_grad():
         wrapper.layer.weight.fill_(1.0)
         copied.module.layer.weight.fill_(3.0)

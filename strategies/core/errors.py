@@ -1,6 +1,6 @@
-"""The exception raised for user errors, and the check of names of submodules."""
+"""The exception raised for user errors, the check of names of submodules, and tables of plain text."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -33,3 +33,10 @@ def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") ->
                 f"{option}: {type(module).__name__} has no module {name!r}; the nearest are {', '.join(near)}. Give "
                 "names of module.named_modules()."
             )
+
+
+def draw_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of cells in columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,8 +1,8 @@
 """Run one piece of work on each device: in order on CPUs, in threads, one per device, if any is an accelerator."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +118,7 @@ class ThreadState:
 
     def run(self, piece: Piece) -> Any:
         """Run a piece in the thread that created this context."""
-        is_on = piece.device.type in self._autocast
-        with on_device(piece.device), nullcontext() if is_on else self._autocast_on(piece.device):
+        with on_device(piece.device), self.autocast_on({piece.device.type} - self._autocast.keys()):
             return piece.call()
 
     @contextmanager
@@ -129,15 +128,19 @@ class ThreadState:
             on_device(device, stream),
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
-            self._autocast_on(device),
+            self.autocast_on({device.type, *(self._autocast if len(self._autocast) > 1 else ())}),
             in_modes(self._modes),
         ):
             yield
 
-    def _autocast_on(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Autocast on a device inside the block, if it is on for any."""
-        dtype = self._autocast.get(device.type, next(iter(self._autocast.values()), None))
-        return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=self._cache)
+    @contextmanager
+    def autocast_on(self, kinds: Iterable[str]) -> Generator[None]:
+        """Autocast on some types of devices inside the block, if it was on for any, with that one's dtype."""
+        with ExitStack() as stack:
+            for kind in kinds if self._autocast else ():
+                dtype = self._autocast.get(kind, next(iter(self._autocast.values())))
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
+            yield
 
 
 def _raise(error: BaseException) -> Any:

@@ -24,8 +24,9 @@ def saved(node: Any, name: str, *default: Any) -> Any:
 
 
 def active_modes() -> tuple[list[Any], list[Any]]:
-    """The modes of functions and of dispatch (`torch.device(...)`, say) that this thread is in, outermost first."""
-    return overrides._get_current_function_mode_stack(), _python_dispatch._get_current_dispatch_mode_stack()
+    """The modes of functions and of dispatch (`torch.device(...)`, say) of this thread and its helpers, in order."""
+    functions = [mode for mode in overrides._get_current_function_mode_stack() if not getattr(mode, "stays", False)]
+    return functions, _python_dispatch._get_current_dispatch_mode_stack()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Lay a module out as stages: one copy, cut across the devices of the process; a batch may be cut in time."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ..batch.structure import BatchStructure
 from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
+from ..core.executor import ThreadState
 from ..core.module_checks import has_batchnorm, hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
 from ..core.types import Batch
@@ -111,6 +112,7 @@ class StageLayout(Layout):
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         self._module = module = trainer.lightning_module
         self.structures = structures
+        self.stages.begin()
         self._has_batchnorm = has_batchnorm(module)
         self._new_microbatches(module)
         if self.cut_by and self.stages.overlaps and end_of_step(module) is not None:
@@ -127,6 +129,11 @@ class StageLayout(Layout):
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        kinds = {device.type for device in self.devices}
+        with nullcontext() if len(kinds) == 1 else ThreadState().autocast_on(kinds):
+            return self._step(name, *args, **kwargs)
+
+    def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self._module, name)
         if self._has_moved:  # the batch was perhaps fetched before
             args = move_data_to_device(args, self.meeting_device)

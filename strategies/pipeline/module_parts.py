@@ -8,6 +8,7 @@ Modules without parameters and buffers are not parts: they run where their input
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +112,7 @@ def place_parts(module: nn.Module, device_of: Mapping[str, torch.device], elsewh
     for part in find_parts(module, list(device_of)):
         owner = module.get_submodule(part.name)
         if part.loose:
-            for tensor in part.tensors:
-                tensor.data = tensor.data.to(device_of[part.name])
+            owner._apply(partial(Tensor.to, device=device_of[part.name]), recurse=False)
         else:
             owner.to(device_of[part.name])
             inside += (f"{part.name}.",)

@@ -12,16 +12,17 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..core.devices import has_streams
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, draw_table
+from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
-from ..core.text_table import draw_table
 from ..core.types import Batch
 from ._activation_memory import profile_activations
 from ._plan import (
@@ -50,14 +51,15 @@ class BatchTensors:
 
     def __init__(self, batch: Batch, ready: torch.Event | None = None) -> None:
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_plain(leaf)]
-        tensors = [tensor for tensor in tensors if has_streams(tensor.device)]  # copied beside the device's work
+        # copied beside the device's work; those of inference mode don't tell whether they were written to
+        tensors = [tensor for tensor in tensors if has_streams(tensor.device) and not tensor.is_inference()]
         tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
         self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
         self.ready = (ready or work_so_far(tensors[0].device)) if tensors else None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the batch, or a view, and was not written to since."""
-        if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided:
+        if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_inference():
             return False
         return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
 
@@ -95,11 +97,12 @@ class Stages:
         self._batch = BatchTensors(None)
         self._is_watched = False
         self._manual: dict[str, torch.device] = {}
+        self._mixed: MixedDevices | None = None
         self._placed: weakref.ref[nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a module, or of a part of it, takes along with its hooks: no hold on the module itself."""
-        return {**vars(self), "_hooks": [], "_placed": None}
+        return {**vars(self), "_hooks": [], "_placed": None, "_mixed": None}
 
     @property
     def num_stages(self) -> int:
@@ -193,8 +196,23 @@ class Stages:
         """Move inputs of this thread to other devices inside the block, on which a copy of the module may be."""
         return replaced(self._on_thread, "devices", list(devices))
 
+    def begin(self) -> None:
+        """Let tensors of several stages meet, until `remove`: in steps, in hooks, in optimizers."""
+        if self._mixed is None and len(set(self.devices)) > 1:
+            self._mixed = MixedDevices(lambda: self._on_thread.devices or self.devices, self._moved)
+            self._mixed.begin()
+
+    def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        [found], arrivals = self._cross(device, [tensor])
+        for arrive in arrivals:
+            arrive()
+        return found
+
     def remove(self) -> None:
         """Remove the hooks from the module, which stays on its devices."""
+        if self._mixed is not None:
+            self._mixed.end()
+            self._mixed = None
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -279,7 +297,12 @@ class Stages:
         if isinstance(value, Tensor):
             return value if value.dim() < min_dim else self._move(stage, [value])[0]
         leaves, spec = tree_flatten(value)
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() >= min_dim]
+        stays = batch_sizes(value)
+        where = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() >= min_dim and not any(leaf is one for one in stays)
+        ]
         tensors = [leaves[index] for index in where]
         moved = self._move(stage, tensors)
         if moved is tensors:
@@ -326,13 +349,14 @@ class Stages:
     @contextmanager
     def fed(self, chunk: Batch) -> Generator[Batch]:
         """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived."""
-        waits = {leaf.is_cpu for leaf in tree_leaves(chunk) if isinstance(leaf, Tensor)}
-        if True not in waits:
+        leaves = tree_leaves(chunk)
+        if not any(leaf.is_cpu if isinstance(leaf, Tensor) else hasattr(leaf, "to") for leaf in leaves):
             yield chunk
             return
         device = self.meeting_device
         chunk = from_host(chunk, device)
-        arrives = BatchTensors(chunk, arrival(device) if len(waits) == 1 else None)
+        are_beside = all(leaf.is_cpu and is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        arrives = BatchTensors(chunk, arrival(device) if are_beside and not batch_sizes(chunk) else None)
         with replaced(self._on_thread, "batch", arrives):
             yield chunk
 
@@ -341,6 +365,12 @@ class Stages:
         """Have a function called, inside the block, before the work on each stage after the first begins."""
         with replaced(self._on_thread, "enter", call), replaced(self._on_thread, "stage", 0):
             yield
+
+
+def batch_sizes(value: Any) -> list[Tensor]:
+    """Those of the packed sequences in a value, which stay on the CPU wherever their data are."""
+    leaves = tree_leaves(value, is_leaf=lambda one: isinstance(one, PackedSequence))
+    return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]
 
 
 def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -71,6 +71,8 @@ class GradientSync:
                 f"{strategy.strategy_name}: {type(strategy.module).__name__} has no parameter that requires a "
                 "gradient, so there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
             )
+        if strategy.world_size == 1:  # there is nothing to average
+            return
         verify_same_layout(strategy.module, strategy.strategy_name)
         self._trained = ReducedParameters(module)
         wrap()

@@ -141,7 +141,9 @@ class RankStep(StepContract):
         """Learn which global batch of a loader is next, and return its number; -1 if the order of ranks is unknown."""
         number, shares, places = self._num_evaluated[loader], self.shares, positions(combined.flattened[loader])
         self._num_evaluated[loader] += shares.counts
-        step = number if places is None or not shares.counts else places[number] // self._strategy.world_size
+        own = places if places is not None and shares.counts else []
+        # it may end before one that is read beside it
+        step = own[number] // self._strategy.world_size if number < len(own) else number
         self._strategy.structures.lists.begin_batch((loader, step), 1.0 if shares.num is None else shares.num)
         return -1 if places is None else step
 

@@ -115,7 +115,9 @@ def follow(
 
 def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], flows: Flows) -> None:
     root, given = parameters[0].device, [copy for own in copies for copy in own]
-    with torch.inference_mode(False), torch.enable_grad():
+    # values stay, and graphs of this step may have saved them
+    as_they_were = torch.autograd._unsafe_preserve_version_counter(tuple(given))
+    with torch.inference_mode(False), torch.enable_grad(), as_they_were:
         if has_streams(root):
             parameters = _Arrival.apply(*parameters)
         made = _Copies.apply(flows, root, len(parameters), *parameters, *given)
@@ -138,13 +140,24 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: dict[int, Tensor] = {}
-        if ctx.flows():
+        if _is_asked_for(ctx) or ctx.flows():
             # the engine has had the stream of the first accelerator among the copies' wait for all gradients
             ready = work_so_far(ctx.device)
             for start in range(0, len(grad_outputs), ctx.num):
                 own = enumerate(grad_outputs[start : start + ctx.num])
                 _add(sums, {i: gradient for i, gradient in own if gradient is not None}, ctx.root, ready)
         return None, None, None, *map(sums.get, range(ctx.num)), *(None for _ in grad_outputs)
+
+
+def _is_asked_for(node: Any) -> bool:
+    """Whether the pass is one of `torch.autograd.grad`, in which nothing is added to a parameter's gradient."""
+    children = [child for child, _ in node.next_functions if child is not None]
+    if children[0].next_functions:
+        return _is_asked_for(children[0])
+    try:
+        return not any(map(torch._C._will_engine_execute_node, children))  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # torch refuses to tell of a leaf that is asked for
+        return True
 
 
 class _Arrival(torch.autograd.Function):

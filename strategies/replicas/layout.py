@@ -23,6 +23,7 @@ from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
+from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
     has_batchnorm,
     hooked,
@@ -89,6 +90,7 @@ class ReplicaLayout(Layout):
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
         self._runner: ReplicaRunner | None = None
+        self._mixed: MixedDevices | None = None
 
     @property
     def runner(self) -> ReplicaRunner:
@@ -151,6 +153,11 @@ class ReplicaLayout(Layout):
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         module, options = trainer.lightning_module, self.options
         self._module, self.structures = module, structures
+        if self.stages is not None:
+            self.stages.begin()
+        elif len(set(self.devices)) > 1:  # what replicas leave behind meets on the root device
+            self._mixed = MixedDevices(lambda: self.devices[::-1], stays=True)
+            self._mixed.begin()
         self._has_batchnorm = has_batchnorm(module)
         part = module if options.submodule is None else module.get_submodule(options.submodule)
         verify_unscripted(part)
@@ -197,11 +204,13 @@ class ReplicaLayout(Layout):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.remove()
+        if self._mixed is not None:
+            self._mixed.end()
         if self._runner is not None:
             self._runner.close()
         if self.stages is not None:
             self.stages.remove()
-        self._runner = self._forward = None
+        self._runner = self._forward = self._mixed = None
 
     def _mark_written_in_closure(self, batch: Batch) -> None:
         """See what an optimizer wrote to the weights before it called its closure, perhaps again (SAM).

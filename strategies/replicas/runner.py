@@ -42,6 +42,10 @@ class CutsReplicas(Protocol):
         """Place the root on its devices, with hooks that move inputs from stage to stage."""
         ...
 
+    def begin(self) -> None:
+        """Let tensors of several stages meet, until `remove`."""
+        ...
+
     def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
         """Have the calling thread run the stages on the devices of another replica, inside the block."""
         ...

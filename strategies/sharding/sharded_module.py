@@ -115,6 +115,10 @@ class ShardedModule:
             part.register_load_state_dict_pre_hook(refuse_assigned)
         vars(module).update({_KEY: self, "__deepcopy__": partial(refuse_copy, module)})
         self._conversion = Replacement(module, "_apply", self._convert)
+        for layer in (one for one in module.modules() if isinstance(one, nn.RNNBase)):
+            # cuDNN would have the weights look at memory of its own, into which no later values are gathered
+            Replacement(layer, "flatten_parameters", _leave)
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
         # gloo has no mean; a group must take part with the same parameters on all ranks
         self._root.set_force_sum_reduction_for_comms(on_cpu)
         self._root.set_reduce_scatter_unused_params(True)
@@ -377,3 +381,7 @@ def _forget_sharding(part: nn.Module) -> None:
         vars(part).pop(key, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
+
+
+def _leave(flatten_parameters: Callable[[], None]) -> None:
+    """Leave weights where they are gathered: cuDNN copies them in each forward."""

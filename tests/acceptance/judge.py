@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import late_device
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,14 @@ class Plan:
     strategy: Callable[..., Any]
     devices: int = 1
     ranks: int = 1
+
+    def made(self, accelerator: str, **options: Any) -> Any:
+        """The strategy; one of a single process is given its devices by name, and repeats those that there are."""
+        if accelerator == "cpu" or self.ranks > 1:
+            return self.strategy(**options)
+        num = torch.get_device_module(accelerator).device_count()
+        names = [f"{accelerator}:{i % num}" for i in range(self.devices)]
+        return self.strategy(**{"devices": names, **options} if self.devices > 1 else {"device": names[0], **options})
 
 
 PLANS: dict[str, Plan] = {
@@ -115,8 +124,11 @@ class Kept(Logger):
             self.lines.setdefault(key, {})[step or 0] = float(value)
 
 
-def observe(name: str, plan_name: str, settled: bool = False, remedied: bool = False) -> Seen:
-    """Train a case; runs in every rank of a plan that has ranks."""
+def observe(name: str, plan_name: str, settled: bool = False, remedied: bool = False, on: str = "cpu") -> Seen:
+    """Train a case on accelerators of a kind; runs in every rank of a plan that has ranks."""
+    if on == "late" and not hasattr(torch, "late"):
+        late_device.load(6)
+        late_device.keep_freed(True)
     cases = all_cases()
     case, plan, seen, trainer = (REMEDIES if remedied else cases)[name], PLANS[plan_name], Seen(), None
     torch.set_default_dtype(torch.float64)
@@ -132,10 +144,11 @@ def observe(name: str, plan_name: str, settled: bool = False, remedied: bool = F
             if plan_name == STOCK:
                 _note_own_keys(module, seen.own)
             options: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": False}
-            options |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+            options |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": on}
             start = {key: value.clone() for key, value in _weights(module).items()}
             trainer = (pl.Trainer if plan_name == STOCK else Trainer)(
-                strategy=plan.strategy(**case.options.get(plan_name, {})), devices=plan.devices, logger=kept,
+                strategy=plan.strategy() if plan_name == STOCK else plan.made(on, **case.options.get(plan_name, {})),
+                devices=plan.devices if on == "cpu" or plan.ranks > 1 else 1, logger=kept,
                 callbacks=case.callbacks(), **{**options, **case.trainer},
             )  # fmt: skip
             given = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {}
@@ -162,7 +175,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     tensors = {key: value for key, value in tensors.items() if not nn.parameter.is_lazy(value)}
     whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in tensors.items()}
-    return {key: value.detach().clone() for key, value in whole.items()}
+    return {key: value.detach().cpu().clone() for key, value in whole.items()}
 
 
 @contextmanager
@@ -217,9 +230,9 @@ def _settled(module: nn.Module) -> Iterator[None]:
             part.dropout = 0.0  # of recurrent and attention layers
 
     def rows(values: Callable[[int], Tensor]) -> Callable[..., Tensor]:
-        def draw(*shape: Any, **kwargs: Any) -> Tensor:
+        def draw(*shape: Any, device: Any = None, **kwargs: Any) -> Tensor:
             size = torch.Size(shape[0] if shape and not isinstance(shape[0], int) else shape)
-            return values(math.prod(size[1:])).reshape((1, *size[1:])).expand(size).clone()
+            return values(math.prod(size[1:])).reshape((1, *size[1:])).expand(size).clone().to(device)
 
         return draw
 
@@ -230,9 +243,11 @@ def _settled(module: nn.Module) -> Iterator[None]:
         return batch_norm(x, mean, var, weight, bias, False)
 
     with ExitStack() as stack:
-        draws = {"randn": randn, "rand": rand, "randn_like": lambda x, **_: randn(x.shape)}
-        draws |= {"rand_like": lambda x, **_: rand(x.shape)}
-        draws |= {"randint": lambda low, high, size, **_: torch.full(size, (low + high) // 2)}
+        draws = {"randn": randn, "rand": rand, "randn_like": lambda x, **_: randn(x.shape, device=x.device)}
+        draws |= {"rand_like": lambda x, **_: rand(x.shape, device=x.device)}
+        draws |= {
+            "randint": lambda low, high, size, device=None, **_: torch.full(size, (low + high) // 2, device=device)
+        }
         for name, draw in draws.items():
             stack.enter_context(mock.patch.object(torch, name, draw))
         stack.enter_context(mock.patch.object(F, "batch_norm", normalized))
@@ -291,9 +306,16 @@ class Unsound(AssertionError):
 
 
 class Judge:
-    """Verdicts of cases, each trained on one device once."""
+    """Verdicts of cases, each trained on one device once.
 
-    def __init__(self) -> None:
+    Args:
+        accelerator: the kind of all devices: `cpu`, `late` or `cuda`.
+    """
+
+    def __init__(self, accelerator: str = "cpu") -> None:
+        if accelerator == "late":
+            late_device.library()  # built before processes wait for it
+        self.accelerator = accelerator
         self.groups = {size: Ranks(size) for size in {plan.ranks for plan in PLANS.values()}}
         self.references: dict[tuple[str, bool, bool], Seen] = {}
 
@@ -302,7 +324,7 @@ class Judge:
             group.stop()
 
     def train(self, plan_name: str, name: str, settled: bool, remedied: bool) -> list[Seen]:
-        return self.groups[PLANS[plan_name].ranks].train(name, plan_name, settled, remedied)
+        return self.groups[PLANS[plan_name].ranks].train(name, plan_name, settled, remedied, self.accelerator)
 
     def reference(self, name: str, settled: bool = False, remedied: bool = False) -> Seen:
         """One device's training, which must show something that could differ."""

@@ -22,9 +22,9 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def judge_all(strategies: list[str], names: list[str], told: bool = True) -> Verdicts:
+def judge_all(strategies: list[str], names: list[str], told: bool = True, accelerator: str = "cpu") -> Verdicts:
     """Verdicts by strategy and case."""
-    judge, cases, found = Judge(), all_cases(), {strategy: {} for strategy in strategies}
+    judge, cases, found = Judge(accelerator), all_cases(), {strategy: {} for strategy in strategies}
     try:
         for name in names:
             for strategy in strategies:
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of " + ",".join(STRATEGIES))
     parser.add_argument("--only", default="", help="names of cases or of fields, by commas")
     parser.add_argument("--table", choices=["text", "docs"], default="text", help="docs: the table alone")
+    parser.add_argument("--accelerator", default="cpu", help="kind of the devices: cpu, late, cuda")
     parser.add_argument("--json", type=Path, help="file to write the verdicts to")
     args = parser.parse_args()
     cases, chosen = all_cases(), set(filter(None, args.only.split(",")))
@@ -77,7 +78,7 @@ def main() -> None:
         parser.error(f"--only: unknown names {', '.join(sorted(unknown))}")
     names = [name for name, case in cases.items() if not chosen or {name, case.field} & chosen]
     start = time.monotonic()
-    found = judge_all(args.strategies.split(","), names, told=args.table == "text")
+    found = judge_all(args.strategies.split(","), names, args.table == "text", args.accelerator)
     say(f"\n{table(found)}\n\n{len(names)} cases, {time.monotonic() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps({s: {n: vars(v) for n, v in of.items()} for s, of in found.items()}, indent=1))

@@ -128,7 +128,8 @@ class Spread:
 
     @property
     def is_of_ranks(self) -> bool:
-        return "ddp" in self.kind or self.kind == "fsdp"
+        """Whether each process sees its own part of a batch."""
+        return ("ddp" in self.kind or self.kind == "fsdp") and "global_view" not in dict(self.options)
 
     @property
     def num_processes(self) -> int:

@@ -155,6 +155,13 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
             (), (("find_unused_parameters", True),), (("static_graph", True),), (("gradient_as_bucket_view", True),)
         ),
     ),
+    "ddp_global_view": st.builds(
+        lambda devices, size_is: Spread(
+            "ddp", devices, (("batch_size_is", size_is), ("timeout_s", 6), ("global_view", True))
+        ),
+        st.sampled_from([2, 3]),
+        mostly("global", "per_device"),
+    ),
     "ddp_per_device": st.just(Spread("ddp", 2, (("batch_size_is", "per_device"), ("timeout_s", 6)))),
     "ddp_replicas": st.just(Spread("ddp", 4, (*RANKS, ("devices_per_process", 2)))),
     "balanced_ddp": st.builds(

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from late_device import needs_late_device
 
-from .cases import Case, Optimization, Options, Spread, brief
+from .cases import Batches, Case, Loading, Optimization, Options, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
 from .observe import observe_on_late_devices
 from .pool import Pool
 from .settled import settled
 
-FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "balanced_ddp": 4,
-        "ddp_model_parallel": 2}  # fmt: skip
+FAST = {"single_device": 10, "dp": 12, "balanced_dp": 6, "model_parallel": 8, "ddp": 6, "ddp_global_view": 6,
+        "balanced_ddp": 4, "ddp_model_parallel": 2}  # fmt: skip
 """Cases per strategy in every run of the tests."""
 NUM_CASES = int(os.environ.get("DIFFERENTIAL_CASES", "250"))
 SEED = int(os.environ.get("DIFFERENTIAL_SEED", "0"))
@@ -111,6 +111,26 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
     """Lightning's loop, which runs this step, called `on_train_batch_end` before the ranks had met."""
     spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6)))
     verdict = hunt.judge(Case(options=Options(max_steps=3), resume_after=1), spread)
+    assert verdict.word == "equal", verdict.reason
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("case", "global_view"),
+    [
+        # a rank of a global view looked for a state of its own, where there is one of one rank
+        (Case(options=Options(max_steps=3), resume_after=1), True),
+        # a kernel read lengths of a packed sequence, of which the rank had a part
+        (Case(batches=Batches(extras=("packed",))), True),
+        # the batches of the shorter one of two loaders were counted on beyond its end
+        (Case(loading=Loading(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2)), False),
+    ],
+    ids=["resumed", "packed", "a shorter loader"],
+)
+def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hunt: Hunt) -> None:
+    more = (("global_view", True),) * global_view
+    spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6), *more))
+    verdict = hunt.judge(case, spread)
     assert verdict.word == "equal", verdict.reason
 
 

@@ -276,3 +276,34 @@ class Scripted(Net):
 def test_torchscript_is_refused_where_it_would_be_copied_or_cut(strategy: Any) -> None:
     with pytest.raises(ConfigError, match=r"net\.0 is compiled by TorchScript .* can't be copied or cut"):
         quiet_trainer(strategy(), 2).fit(Scripted(), DataLoader(Numbered(6), 3))
+
+
+class Alternating(Net):
+    """Steps one of two optimizers by hand, of which the other's parameters take no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2).double()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(((self.net(batch[0]) - batch[1]) ** 2).mean())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize("module", [Unused, Alternating])
+def test_a_lone_rank_needs_no_option_for_parameters_without_a_gradient(module: type[Net]) -> None:
+    # Failed before: a single rank verifies nothing, so that its wrapper was not told.
+    [found] = run_ranks(_fit_alone, 1, module)
+    torch.testing.assert_close(found, _fit_one(module, SingleDeviceStrategy()), rtol=0, atol=1e-12)
+
+
+def _fit_one(module: type[Net], strategy: pl.strategies.Strategy) -> torch.Tensor:
+    made = module()
+    quiet_trainer(strategy, 1).fit(made, DataLoader(Numbered(16), 4))
+    return torch.cat([value.detach().flatten() for value in made.parameters()])
+
+
+def _fit_alone(module: type[Net]) -> torch.Tensor:
+    return _fit_one(module, DDPStrategy(timeout_s=60))

@@ -28,6 +28,11 @@ from evener.strategies.replicas.layout import ReplicaLayout
 from evener.strategies.replicas.runner import ReplicaRunner
 
 
+def frozen(module: Any) -> Any:
+    """In eval mode, without gradients: a torch built without CUDA aborts where a graph begins on a GPU."""
+    return module.eval().requires_grad_(False)
+
+
 class Everything(pl.LightningModule):
     """Tied weights, buffers, a plain tensor, a plain list, a recurrent module."""
 
@@ -56,7 +61,7 @@ def test_replicas_use_their_own_device_only(monkeypatch: pytest.MonkeyPatch, sec
     monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())  # there is no such device to make current
     sizes, devices = [2, 3], [torch.device("cuda", 0), torch.device(second)]
     with FakeDevices(2) as fake:
-        module = Everything().to(devices[0]).eval()
+        module = frozen(Everything().to(devices[0]))
         module.plain = torch.ones(3).to(devices[0])
         layout = ReplicaRunner(module, devices, threads=False)
         with fake._fake:
@@ -90,7 +95,7 @@ class Halves(pl.LightningModule):
 def test_stages_of_a_replica_use_its_own_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "on_device", lambda *_: nullcontext())
     with FakeDevices(4) as fake:
-        module, devices = Halves().eval(), fake.devices
+        module, devices = frozen(Halves()), fake.devices
         blocks = [devices[:2], devices[2:]]
         stages = Stages(devices[:2], StageOptions(partition=["second"], output_device="first"))
         stages.place(module)
@@ -137,7 +142,7 @@ def test_each_device_gets_its_chunk_from_the_host_and_no_more(
 
     monkeypatch.setattr(side_streams, "move_data_to_device", move)
     with FakeDevices(2) as fake:
-        runner = ReplicaRunner(Holds().to(fake.devices[0]).eval(), fake.devices, threads=False)
+        runner = ReplicaRunner(frozen(Holds().to(fake.devices[0])), fake.devices, threads=False)
         batch = (torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
         Holds.held.clear()
         with fake._fake:
@@ -214,6 +219,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the trainer itself is on the CPU here
 @pytest.mark.parametrize(
     "name", ["ragged", "accumulation_with_a_short_tail", "loss_weight", "tied_frozen_parameter_list"]
 )

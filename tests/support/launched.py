@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from evener.trainer.launch import worker
+
 
 class Told(pl.LightningModule):
     """Appends `<rank> <pid> <step>` to a file in every step.
@@ -159,6 +161,22 @@ def interrupt_command(place: str) -> None:
 
 
 os.register_at_fork(after_in_child=lambda: interrupt_command("while ranks start"))
+
+
+def interrupt_before_log() -> None:
+    """Have a forked rank interrupt the command when it has begun, and has no log yet."""
+    if os.environ.get("INTERRUPTED") == "while ranks begin":
+        work = worker.work
+
+        def wait(*args: Any) -> None:
+            interrupt_command("while ranks begin")
+            time.sleep(2)
+            work(*args)
+
+        worker.work = wait
+
+
+os.register_at_fork(after_in_child=interrupt_before_log)
 
 
 class HangingSamples(Dataset[Tensor]):

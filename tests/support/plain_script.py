@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -19,7 +20,10 @@ from evener.trainer import Trainer
 
 def list_threads() -> None:
     """Write the names of this process's threads, those of C++ too, beside the log."""
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = list[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ends meanwhile
+            names.append((task / "comm").read_text().strip())
     Path(f"{sys.argv[1]}.threads{os.environ.get('RANK', '')}").write_text("\n".join(names))
 
 

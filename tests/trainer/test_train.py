@@ -286,7 +286,7 @@ MISTAKES = [
     (["resume=missing.ckpt"], r"resume=missing\.ckpt does not exist"),
     (["resume=last"], r"resume=last: no checkpoint found under"),
     (["resume=best"], r"resume=best: no checkpoint found under"),
-    (["trainer.gradient_clip_algorithm=nrom"], r"trainer: .*gradient_clip_algorithm"),
+    (["trainer.gradient_clip_algorithm=nrom"], r"clip_algorithm=nrom is not allowed\. Give norm, value or null\."),
     (["logger=null"], r"A config group can't be null\. Choose one of its options, such as logger=none"),
     (["--resolve"], r"--resolve flag can only be used"),
     (

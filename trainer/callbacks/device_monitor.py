@@ -76,7 +76,8 @@ def gather(strategy: Strategy, values: list[float]) -> list[float]:
     assert strategy.lightning_module is not None
     trainer, device = strategy.lightning_module.trainer, strategy.root_device
     places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
-    places[trainer.global_rank] = torch.tensor(values, dtype=places.dtype)
+    # under `global_view` each rank is the only one of its run
+    places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
     gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
     return gathered.flatten().tolist()
 

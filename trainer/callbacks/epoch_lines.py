@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import RichProgressBar
 from typing_extensions import override
 
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
@@ -31,6 +32,9 @@ class EpochLines(pl.Callback):
         def tell_first(record: logging.LogRecord) -> bool:
             if "`Trainer.fit` stopped" in record.getMessage():  # what Lightning says before `on_train_end`
                 self._tell(trainer)
+                bar = trainer.progress_bar_callback
+                if isinstance(bar, RichProgressBar) and bar.progress is not None:
+                    bar.progress.stop()  # its last line stays above that
             return True
 
         self._told_first.enter_context(filtered(LIGHTNING_TELLS, tell_first))

@@ -13,8 +13,8 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
-from ...strategies.core.text_table import draw_table
-from ...strategies.registry import layout_of, name_of, process_devices
+from ...strategies.core.errors import draw_table
+from ...strategies.registry import layout_of, name_of, process_devices, processes_of
 from .batch_layout import batch_line, global_sizes
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list
     return [
         ("strategy", name_of(strategy)),
         ("devices", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items())),
-        ("processes", f"{trainer.world_size}" + (f" on {machines} machines" if machines > 1 else "")),
+        ("processes", f"{processes_of(strategy)}" + (f" on {machines} machines" if machines > 1 else "")),
         ("global batch", batch_line(trainer)),
         ("precision", str(trainer.precision)),
         ("parameters", f"{total:,}{frozen}"),
@@ -111,9 +111,9 @@ def trigger(callback: ModelCheckpoint) -> str:
 def all_devices(trainer: pl.Trainer) -> list[str]:
     """Name the devices of all processes, assuming the same device types in every process."""
     own: list[torch.device] = process_devices(trainer.strategy)
-    if trainer.world_size == 1:
+    if (num := processes_of(trainer.strategy)) == 1:
         return [device_name(device) for device in own]
-    return [device_name(torch.device(device.type)) for _ in range(trainer.world_size) for device in own]
+    return [device_name(torch.device(device.type)) for _ in range(num) for device in own]
 
 
 def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
-from ...strategies.registry import process_devices
+from ...strategies.registry import process_devices, processes_of
 from .flops import count_flops
 from .run_summary import RunSummary
 from .step_times import StepClock, StepTimes
@@ -52,7 +52,7 @@ class Utilization(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._num_devices = trainer.world_size * len(process_devices(trainer.strategy))
+        self._num_devices = processes_of(trainer.strategy) * len(process_devices(trainer.strategy))
         if (summary := RunSummary.of(trainer)) is not None:
             self._clock, summary.figures[type(self)] = summary.clock, self._figures
 

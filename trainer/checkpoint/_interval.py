@@ -8,6 +8,7 @@ from pytorch_lightning.callbacks import Timer
 from typing_extensions import override
 
 from ...strategies.core.internals import callbacks_of
+from ...strategies.registry import processes_of
 
 
 class Interval:
@@ -30,11 +31,9 @@ class Interval:
     def is_over(self, trainer: pl.Trainer) -> bool:
         """Count a batch; if the interval is over, restart it. All ranks get the same answer."""
         self._num_batches += 1
-        if trainer.world_size > 1 and self._num_batches < self._ask_at:
+        if processes_of(trainer.strategy) > 1 and self._num_batches < self._ask_at:
             return False
-        elapsed_s = time.monotonic() - self._since
-        if trainer.world_size > 1:
-            elapsed_s = trainer.strategy.broadcast(elapsed_s)
+        elapsed_s = trainer.strategy.broadcast(time.monotonic() - self._since)
         if elapsed_s >= self.seconds:
             self.start()
             return True

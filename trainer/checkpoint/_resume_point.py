@@ -106,7 +106,7 @@ class ResumePoint:
                 "batch changes, and the rest of this epoch may repeat or omit samples. To go on exactly, give the "
                 "global batch as the loader's batch size, and set strategy.batch_size_is=global."
             )
-        rank = trainer.global_rank
+        rank = min(trainer.global_rank, trainer.world_size - 1)  # in a global view each is the only one
         own = self.ranks[rank] if same else state_for(self.ranks, rank, trainer.world_size, trainer.lightning_module)
         return replace(self, ranks=[own])
 

@@ -58,6 +58,7 @@ NARROWER: dict[str, Any] = {
     "trainer.num_sanity_val_steps": _or_null(_FromMinusOne),
     "trainer.accumulate_grad_batches": Count,
     "trainer.gradient_clip_val": _or_null(NotNegative),
+    "trainer.gradient_clip_algorithm": _or_null(Literal["norm", "value"]),
     "callbacks.early_stopping.patience": Natural,
     "data.batch_size": Count,  # limits of `data` hold for whole numbers given to users' own data modules, too
     "data.num_workers": Natural,

@@ -18,7 +18,7 @@ from ...strategies.core.files import is_library
 from ...strategies.distributed.options import UNUSED
 from ..config.checks import strategy_name
 from .log_file import ESCAPED, FORMAT, LOG_FILE
-from .result import FAILED, Result
+from .result import FAILED, Result, environment
 from .signals import Interrupted
 
 _FRAME = re.compile(r'(?P<margin>(?: +\| )?)  File "(?P<file>.+)", line \d+, in ')  # an ExceptionGroup has a margin
@@ -161,6 +161,7 @@ def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
         refused=failure.refused,
         failed_at=time.strftime("%Y-%m-%d %H:%M:%S"),
         num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        environment=environment(()),
     )
 
 

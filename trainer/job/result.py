@@ -60,7 +60,7 @@ class Result:
         predictions: path of the predictions (`torch.load` with `weights_only=True`) after mode=predict.
         peak_memory_mib: peak training memory in MiB of every device of all processes; on the CPU of the process.
         status: `finished`; `diverged` if all steps were taken, but the weights contain nan; or `failed`. Of a failed
-            run there are the reason, mode, strategy and directory only.
+            run there are the reason, mode, strategy, directory and environment only.
         reason: why the run failed, in one sentence or as the exception's name and text.
         failed_rank: the rank that failed first.
         failed_at: local time of the failure.

@@ -21,7 +21,7 @@ from rich.console import Console
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
-from ...strategies.registry import name_of, node_devices, stop_signal_of
+from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import Curves, EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
@@ -289,7 +289,7 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         mode=cfg.mode,
         strategy=name_of(strategy),
         devices=[str(device) for device in node_devices(strategy)],
-        num_processes=trainer.world_size,
+        num_processes=processes_of(strategy),
         run_dir=cfg.run_dir,
         metrics=metrics,
         monitor=cfg.monitor,

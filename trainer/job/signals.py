@@ -20,7 +20,12 @@ class Interrupted(SystemExit):
 
     Args:
         begun: whether training had begun, so that there is something to save.
+
+    Attributes:
+        told: whether it was said that nothing was trained.
     """
+
+    told = False
 
     def __init__(self, signum: int, begun: bool = True) -> None:
         super().__init__(128 + signum)
@@ -108,6 +113,7 @@ def tell_stop(exc: BaseException) -> None:
     """Say of a run that a signal has ended before it had something to save that this is so."""
     if isinstance(exc, Interrupted) and not exc.begun:
         rank_zero_info(f"Stopped by {signal.Signals(exc.signum).name} before the first step.")
+        exc.told = True
 
 
 def loss(run_dir: str) -> str:

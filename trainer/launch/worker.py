@@ -56,6 +56,8 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
             running.touch()
             work(cfg, folder)
         except Interrupted as exc:
+            if not (exc.begun or exc.told):  # before the run had a log: the command tells it
+                running.unlink(missing_ok=True)
             return 128 + exc.signum
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

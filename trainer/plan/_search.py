@@ -130,7 +130,7 @@ def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemo
                 received = sum(size > 0 for size in sizes[1:]) * memory.gradients
                 peak = max(memory.peak, memory.static + memory.batch + received)
                 plans.append(device_plan(memory, 0, samples, received, peak))
-    return plans
+    return [replace(plan, peak=plan.peak + topology.workspace) for plan in plans]
 
 
 def memory_of(topology: Topology, samples: int, known: dict[int, list[StageMemory]]) -> list[StageMemory]:

@@ -126,19 +126,22 @@ def with_owner(memory: StageMemory, owner: int) -> StageMemory:
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
     """The memory of stages that keep the activations of several micro-batches at one time.
 
-    All but the first one find, when they go backward, the gradients that were collected so far.
+    All but the first one find, when they go backward, the gradients that were collected so far. Where all are kept when
+    the first goes backward, the activations of that one are gone by then.
     """
+    num_parts = -(-num_samples // samples)
     found: list[StageMemory] = []
     for stage, number in zip(memory, most, strict=True):
         batch = round(stage.batch * num_samples / samples)
         more = (number - 1) * stage.activations + batch - stage.batch
+        collected = stage.gradients if number < num_parts else max(0, stage.gradients - stage.activations)
         found.append(
             replace(
                 stage,
                 batch=batch,
                 activations=number * stage.activations,
                 forward_peak=stage.forward_peak + more,
-                backward_peak=stage.backward_peak + more + stage.gradients,
+                backward_peak=stage.backward_peak + more + collected,
                 update_peak=stage.update_peak + batch - stage.batch,
             )
         )

@@ -9,7 +9,8 @@ from pytorch_lightning.strategies import Strategy
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
-from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available
+from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available, resolve_devices
+from ...strategies.core.devices import has_streams
 from ...strategies.distributed.environment import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
@@ -34,6 +35,7 @@ class Topology:
         schedule: order of the micro-batches.
         num_owners: number of ranks that share the optimizer's state.
         num_shards: number of ranks that share all of the module.
+        workspace: bytes of each device that its libraries keep.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Topology:
     schedule: ScheduleName = "1f1b"
     num_owners: int = 1
     num_shards: int = 1
+    workspace: int = 0
 
     def simulated(self, samples: int) -> int:
         """Samples of the step to simulate, for a copy of the module that has this many: those of a micro-batch."""
@@ -124,6 +127,24 @@ def count_devices(cfg: DictConfig) -> int:
     if not str(devices).isdigit() or int(devices) < 1:
         raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
     return int(devices)
+
+
+def workspace_bytes(cfg: DictConfig) -> int:
+    """Bytes that the libraries of an accelerator keep of a matrix product, forward and backward; 0 without one here.
+
+    cuBLAS keeps a workspace for each thread that launches work, and backward has its own: 32 MiB each on an H200.
+    """
+    try:
+        device = resolve_devices(plain(cfg.devices), cfg.accelerator)[0]
+    except ConfigError:  # the planned devices are not on this machine
+        return 0
+    if not has_streams(device):
+        return 0
+    before = torch.accelerator.memory_allocated(device)
+    matrix = torch.ones(8, 8, device=device, requires_grad=True)
+    (matrix @ matrix).sum().backward()
+    del matrix
+    return torch.accelerator.memory_allocated(device) - before
 
 
 def is_for_accelerator(cfg: DictConfig) -> bool:

@@ -36,7 +36,7 @@ from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
 from ._sharing import Shards
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import Topology, count_devices, is_for_accelerator, topology_of
+from ._topology import Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
 
 GB = 10**9
 
@@ -62,6 +62,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     with run_log(cfg.run_dir):
         strategy: Strategy = instantiate("strategy", cfg.strategy)
         topology = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
+        topology = replace(topology, workspace=workspace_bytes(cfg))
 
         def ask(batch: int) -> Questions[MemoryPlan]:
             return questions(topology, batch, None if limit is None else limit * GB)
@@ -91,6 +92,7 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
         try:
             strategy: Strategy = instantiate("strategy", options)
             topology = topology_of(strategy, given.num_devices, int(cfg.num_nodes))
+            topology = replace(topology, workspace=given.workspace)
             planned = interview(cfg, strategy, topology, lambda _, t=topology, b=batch: questions(t, b, None))
         except ConfigError as exc:
             yield replace(tried, reason=str(exc))

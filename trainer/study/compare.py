@@ -4,7 +4,7 @@ import logging
 import time
 from pathlib import Path
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ...strategies import STRATEGIES, ConfigError
 from ...strategies.core.device_names import resolve_devices
@@ -14,7 +14,7 @@ from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import write_json
-from .comparison import REFERENCE, Comparison, is_too_fast, judge, memory, tolerance_of
+from .comparison import REFERENCE, VARIANTS, Comparison, is_too_fast, judge, memory, tolerance_of
 from .probe import WINDOW, Probe
 from .trial import OK, Trial, run_trial
 
@@ -77,14 +77,12 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
     Raises:
         ConfigError: a name is unknown.
     """
-    given = plain(cfg.compare.strategies)
-    names: list[str] = list(STRATEGIES) if given is None else [str(name) for name in given]
+    known, given = [*STRATEGIES, *VARIANTS], plain(cfg.compare.strategies)
+    names = known if given is None else [str(name) for name in given]
     for name in names:
-        if name not in STRATEGIES:
-            suggestion = did_you_mean(name, STRATEGIES)
-            raise ConfigError(
-                f"compare.strategies: {name} is unknown. Choose from {', '.join(STRATEGIES)}.{suggestion}"
-            )
+        if name not in known:
+            suggestion = did_you_mean(name, known)
+            raise ConfigError(f"compare.strategies: {name} is unknown. Choose from {', '.join(known)}.{suggestion}")
     return [REFERENCE, *(name for name in dict.fromkeys(names) if name != REFERENCE)]
 
 
@@ -145,9 +143,11 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
 
     `compare.options.<name>` overrides them, and batch_size_is is always global.
     """
-    is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[name].__name__
-    options = cfg.strategy.copy() if is_users else PACKAGE.options("strategy", name)
+    base, *more = VARIANTS.get(name, name).split(" strategy.")
+    is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[base].__name__
+    options = cfg.strategy.copy() if is_users else PACKAGE.options("strategy", base)
     with open_dict(options):
+        options.merge_with(OmegaConf.from_dotlist(more))
         options.merge_with((cfg.compare.get("options") or {}).get(name) or {})
         if "batch_size_is" in options:
             options.batch_size_is = "global"

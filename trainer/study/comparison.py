@@ -13,6 +13,9 @@ from .trial import OK, Trial
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
 
+VARIANTS = {"ddp_global_view": "ddp strategy.global_view=true"}
+"""Further rows, with the strategy and the options that each tries."""
+
 TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
 """Largest allowed relative difference of losses, by bits of the precision; optimizer steps amplify rounding."""
 
@@ -89,7 +92,7 @@ def largest_difference(trial: Trial, reference: Trial) -> float:
 
 def excuses_of(trial: Trial, reference: Trial) -> list[str]:
     """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
-    if trial is reference:
+    if trial is reference or trial.strategy in VARIANTS:  # the global view has none
         return []
     return [*trial.excuses, *(reason for reason in reference.excuses if reason == DRAWS and DRAWS not in trial.excuses)]
 
@@ -127,9 +130,11 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
         return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
     second = max(others, key=lambda trial: trial.samples_per_s)
     ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
+    overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
+    doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
     if best.strategy == REFERENCE:
-        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
-    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}"
+        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}{doubt}"
+    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}{doubt}"
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
@@ -209,4 +214,5 @@ def recommendation(comparison: Comparison) -> str:
     """Format the recommendation."""
     if comparison.recommended is None:
         return f"No recommendation: {comparison.reason}."
-    return f"Recommended: strategy={comparison.recommended}, because {comparison.reason}."
+    chosen = VARIANTS.get(comparison.recommended, comparison.recommended)
+    return f"Recommended: strategy={chosen}, because {comparison.reason}."

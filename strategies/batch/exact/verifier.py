@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
@@ -125,7 +126,9 @@ class Verifier:
     ) -> None:  # fmt: skip
         self._module: pl.LightningModule = strategy.lightning_module
         self._name, self._structure, self._step, self._loader = strategy.strategy_name, structure, step, loader
-        self._device = next((p.device for p in self._module.parameters()), strategy.root_device)
+        devices = {parameter.device for parameter in self._module.parameters()}
+        # where a step expects its batch; shards are made of a module that is not on its device yet
+        self._device = devices.pop() if len(devices) == 1 else self._module.device
         by_config = getattr(strategy, "is_configured", False)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         self._trains, self._together = step == "training_step", together
@@ -205,6 +208,7 @@ class Verifier:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise _Cannot(f"its samples can't be chosen from {exc}") from exc
+            batch = move_data_to_device(batch, self._device)  # it may wait on the host
             total, split = min(num, self._most), self._structure.split
             whole = batch if total == num else split(batch, [total, num - total])[0]
             yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)

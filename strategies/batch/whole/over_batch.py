@@ -13,9 +13,10 @@ from typing import Any, ParamSpec, Protocol, TypeAlias
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 from typing_extensions import override
 
+from ...core.mixed_devices import seen_by_others
 from ..tree import children, rebuild, walk
 from .meeting import Seat, seat
 
@@ -131,7 +132,7 @@ def value_over_batch(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Te
 
 def _computed(fn: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     given = (*args, *kwargs.values())
-    if has_torch_function(given):
+    if seen_by_others(given):
         return handle_torch_function(value_over_batch, given, fn, *args, **kwargs)
     return _marked(_whole(fn, args, kwargs))
 

@@ -26,6 +26,12 @@ def aligned(value: Any, cut: Cut) -> Any:
     return cut.own(gathered(value)) if isinstance(value, Tensor) else value
 
 
+def named_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, those that are left out by their defaults."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    return {one.name: given.get(one.name, one.default_value) for one in op._schema.arguments}
+
+
 def dense(strides: Sequence[int]) -> Sequence[int] | None:
     """Strides of what is computed element by element; None if they are a contiguous tensor's."""
     return None if 0 in strides else strides
@@ -37,7 +43,7 @@ def pointwise(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     written = args[0] if facts(op).written else None
     if written is not None:
         lead: Any = written
-        if type(lead) is not Rows or lead.cut is None:
+        if facts(op).written != (0,) or type(lead) is not Rows or lead.cut is None:
             return NotImplemented
     else:
         cut_ones = [one for one in tensors if type(one) is Rows and one.cut is not None]
@@ -90,11 +96,11 @@ def drawn(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def along(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Tensors of one number of dimensions, along dimensions that are not cut: softmax, sorting, cumulated sums."""
-    named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    named = named_of(op, args, kwargs)
     tensors = [one for one in named.values() if isinstance(one, Tensor)]
     lead: Any = next(one for one in tensors if type(one) is Rows and one.cut is not None)
     cut: Cut = lead.cut
-    given = next((named[name] for name in ("dim", "dims") if name in named), -1)
+    given = named["dim"] if "dim" in named else named["dims"]
     dims = {dim % max(1, lead.dim()) for dim in (given if isinstance(given, (list, tuple)) else [given])}
     if (
         not dims

@@ -42,12 +42,10 @@ class Exchange:
 
     def gather(self, local: Tensor, cut: "Cut") -> Tensor:
         """Gather what all ranks hold of a dimension."""
-        if local.dtype is torch.bool:
-            return self.gather(local.view(torch.uint8), cut).view(torch.bool)
-        if local.is_complex():
-            return torch.view_as_complex(self.gather(torch.view_as_real(local.resolve_conj()), cut))
-        rows = gather_unequal(local.movedim(cut.dim, 0).contiguous(), cut.sizes, self._group)
-        return rows.movedim(0, cut.dim).contiguous()
+        rows = local.resolve_conj().resolve_neg().movedim(cut.dim, 0).contiguous()
+        # as bytes, since gloo lacks some types
+        found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), cut.sizes, self._group)
+        return found.view(rows.dtype).squeeze(-1).movedim(0, cut.dim).contiguous()
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,8 @@ class Rows(Tensor):
         copy: Copy | None = None,
     ) -> "Rows":
         shape: Any = local.shape if cut is None else cut.whole_shape(local.shape)
-        own: Any = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides, dtype=local.dtype, device=local.device, layout=local.layout, requires_grad=False
-        ) if strides is not None else torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, layout=local.layout, requires_grad=False
-        )  # fmt: skip
+        given: Any = {"strides": strides, "dtype": local.dtype, "device": local.device, "layout": local.layout}
+        own: Any = torch.Tensor._make_wrapper_subclass(cls, shape, **given)
         own.local, own.cut, own.home, own.copy = local, cut, home or Home(), copy
         own.known = None if known is None else (known, own.home.writes)
         return own

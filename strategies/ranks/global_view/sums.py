@@ -7,17 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .elementwise import aligned, wrap
+from .elementwise import aligned, named_of, wrap
 from .exchange import Cut
 from .rows import Rows, gathered, register
 
 aten = torch.ops.aten
-
-
-def _named(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, those that are left out by their defaults."""
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    return {one.name: given.get(one.name, one.default_value) for one in op._schema.arguments}
 
 
 def _dims(rows: Tensor, given: Any) -> list[int]:
@@ -32,7 +26,7 @@ def _kept(cut: Cut, dims: Sequence[int], keepdim: bool) -> Cut:
 
 def along_others(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A reduction of dimensions that are not cut."""
-    rows, named = args[0], _named(op, args, kwargs)
+    rows, named = args[0], named_of(op, args, kwargs)
     dims, keepdim = _dims(rows, named.get("dim")), bool(named.get("keepdim", False))
     if rows.cut.dim in dims or (0 in rows.local.shape and 0 in [rows.shape[dim] for dim in dims]):
         return NotImplemented
@@ -41,7 +35,7 @@ def along_others(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def summed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A sum, or a mean as the sum divided by the number of elements."""
-    rows, named = args[0], _named(op, args, kwargs)
+    rows, named = args[0], named_of(op, args, kwargs)
     dims, keepdim = _dims(rows, named.get("dim")), bool(named.get("keepdim", False))
     if rows.cut.dim not in dims:
         return along_others(op, args, kwargs)
@@ -55,7 +49,7 @@ def summed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def deviation(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A variance or standard deviation, from the mean of all rows."""
-    rows, named = args[0], _named(op, args, kwargs)
+    rows, named = args[0], named_of(op, args, kwargs)
     dims, keepdim = _dims(rows, named.get("dim")), bool(named.get("keepdim", False))
     if rows.cut.dim not in dims:
         return along_others(op, args, kwargs)

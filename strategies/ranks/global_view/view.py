@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch._dynamo import OptimizedModule
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -64,13 +64,7 @@ class WholeBatch(GradientSync):
 
     @override
     def wrap(self, wrap: Callable[[], None]) -> None:
-        module, name = self._strategy.module, self._strategy.strategy_name
-        if any(isinstance(one, OptimizedModule) for one in module.modules()):
-            raise ConfigError(
-                f"{name}: global_view=true can't see into a compiled module. Don't compile it, or set "
-                "strategy.global_view=false."
-            )
-        verify_same_layout(module, name)
+        verify_same_layout(self._strategy.module, self._strategy.strategy_name)
 
     def begin_streams(self) -> None:
         """Have all ranks draw the same random numbers."""
@@ -87,14 +81,16 @@ class WholeBatch(GradientSync):
         batch = to_device(*args, **kwargs)
         if self._exchange is None:
             self._exchange = Exchange(dist.get_rank(), dist.get_world_size())
-        return apply_to_collection(batch, Tensor, self._rows)
+        # a packed sequence has rows of time, and kernels read its lengths
+        return apply_to_collection(batch, (Tensor, PackedSequence), self._rows)
 
-    def _rows(self, whole: Tensor) -> Tensor:
+    def _rows(self, whole: Any) -> Any:
         exchange = self._exchange
         assert exchange is not None
-        is_plain = type(whole) is Tensor and whole.layout is torch.strided and not whole.requires_grad
+        if type(whole) is not Tensor or whole.layout is not torch.strided or whole.requires_grad:
+            return whole
         num, size = exchange.size, whole.shape[0] if whole.dim() else 0
-        if not is_plain or size < num or 0 in whole.shape or 0 in whole.stride():
+        if size < num or 0 in whole.shape or 0 in whole.stride():
             return whole
         sizes = tuple(size // num + (rank < size % num) for rank in range(num))
         cut = Cut(0, sizes, exchange)
@@ -102,12 +98,12 @@ class WholeBatch(GradientSync):
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with simulating(_ALONE):
+        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
             return step(*args, **kwargs)
 
     @override
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        with simulating(_ALONE):
+        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):
             return step()
 
     @override

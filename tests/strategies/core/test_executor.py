@@ -136,3 +136,13 @@ def test_autocast_of_another_type_than_the_first_piece_s_is_carried(
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", torch.float16)
     assert [mode[2:4] for mode in found] == [(True, torch.bfloat16)] * 2
+
+
+def test_autocast_of_one_type_goes_for_others_that_are_asked_for() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        state = executor_module.ThreadState()
+    assert not torch.is_autocast_enabled("cpu")
+    with state.autocast_on({"cpu"}):
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.bfloat16)
+    with executor_module.ThreadState().autocast_on({"cpu"}):
+        assert not torch.is_autocast_enabled("cpu")

@@ -52,11 +52,19 @@ def rank_1() -> LightningEnvironment:
     return environment
 
 
+def has_stopped(thread: Path) -> bool:
+    """Whether a thread has stopped, or has ended meanwhile."""
+    try:
+        return bool(re.search(r"\) [Tt] ", thread.read_text()))
+    except OSError:
+        return True
+
+
 def freeze(pid: int) -> None:
     """Stop a process, and wait until each of its threads has stopped."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 60
-    while any(not re.search(r"\) [Tt] ", path.read_text()) for path in Path(f"/proc/{pid}/task").glob("*/stat")):
+    while not all(map(has_stopped, Path(f"/proc/{pid}/task").glob("*/stat"))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -1,7 +1,9 @@
 """`strategy.global_view=true`: ddp trains any module as one device does, random numbers and BatchNorm included."""
 
 import os
+import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDDPModelParallelStrategy,
+    BalancedDDPStrategy,
+    ConfigError,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 EXACT = 1e-10
@@ -46,6 +55,7 @@ LOSSES: dict[str, Any] = {
     "masked": lambda z, y: z[y > 0].pow(2).mean(),
     "hardest": lambda z, y: F.cross_entropy(z, y, reduction="none").topk(2).values.mean(),
     "decided": _decided,
+    "compiled": torch.compile(_dice, backend="aot_eager"),
     "written": _written,
     "noise": lambda z, y: (z + torch.randn_like(z) + torch.rand(z.shape)).pow(2).mean(),
 }
@@ -126,24 +136,87 @@ def _references(batch: int) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True)],
-)
+    [
+        ("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True),
+        ("devices_per_process", 2),
+    ],
+)  # fmt: skip
 def test_options_that_it_has_no_use_for_are_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"global_view=true.*{option}"):
+    with pytest.raises(ConfigError, match=rf"^ddp: global_view=true .*\. Leave out {option}\.$"):
         DDPStrategy(global_view=True, **{option: value})
 
 
-def test_a_stream_of_batches_per_device_is_refused_with_the_remedy() -> None:
-    run_ranks(_stream, 2)
+@pytest.mark.parametrize("other", [BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy])
+def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -> None:
+    # those of stages told to leave out `devices_per_process`, which nobody had given
+    with pytest.raises(ConfigError, match=rf"^{other.strategy_name}: global_view=true .* Leave out global_view\.$"):
+        other(global_view=True)
 
 
-def _stream() -> None:
+def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
+    for told in run_ranks(_told_of_dice, 2):
+        assert "set DDPStrategy(global_view=True), which is exact but slower, or set" in told
+
+
+def _told_of_dice() -> str:
+    with pytest.raises(ConfigError) as told:
+        _fit(DDPStrategy(batch_size_is="global", timeout_s=60), 2, "dice", 8)
+    return str(told.value)
+
+
+NO_INDICES = "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global"
+REFUSED = {
+    "stream": NO_INDICES,
+    "whole batches": NO_INDICES,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cant_see_or_join_is_refused_with_the_remedy(what: str) -> None:
+    assert run_ranks(_refused, 2, what) == [0, 0]
+
+
+def _refused(what: str) -> int:
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
-    batches = [(torch.randn(4, FEATURES), torch.zeros(4, dtype=torch.int64))] * 2
+    module, data = Everything("mean"), TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
+    given: Any = list(DataLoader(data, 4)) if what == "stream" else DataLoader(data, 4)
+    if what == "whole batches":
+        batches: Any = [data[:4], data[4:]]
+        given = DataLoader(batches, batch_size=None)
     trainer = Trainer(
         strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="batch_size_is=global"):
-        trainer.fit(Everything("mean"), batches)
+    with pytest.raises(ConfigError, match=REFUSED[what]):
+        trainer.fit(module, given)
+    return trainer.global_step
+
+
+class Late(pl.Callback):
+    """Begins later on rank 1, whose clock then is another than rank 0's."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        time.sleep(0.4 * trainer.global_rank)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        time.sleep(0.01)
+
+
+def test_ranks_end_at_the_same_step_when_time_is_up() -> None:
+    # each was the only one of its run, and went by its own clock
+    first, second = run_ranks(_steps_in_time, 2)
+    assert 0 < first == second
+
+
+def _steps_in_time() -> int:
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    data = TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
+    trainer = Trainer(
+        strategy=DDPStrategy(global_view=True, timeout_s=8), devices=2, accelerator="cpu", max_epochs=-1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Late()],
+        max_time=timedelta(seconds=1),
+    )  # fmt: skip
+    trainer.fit(Everything("mean"), DataLoader(data, 4))
+    return trainer.global_step

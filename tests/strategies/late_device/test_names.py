@@ -56,8 +56,15 @@ def _command(folder: str, *words: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "words", [("accelerator=late", "devices=2"), ("devices=[late:0,late:1]",), ("accelerator=auto", "devices=2")]
+    "words",
+    [
+        ("strategy=dp", "accelerator=late", "devices=2"),
+        ("strategy=dp", "devices=[late:0,late:1]"),
+        ("strategy=dp", "accelerator=auto", "devices=2"),
+        # Failed before, as on a GPU: micro-batches of evaluation wait on the host, and are tensors of inference mode.
+        ("strategy=model_parallel", "strategy.num_microbatches=2", "accelerator=late", "devices=2"),
+    ],
 )
 def test_the_command_trains_on_it(words: tuple[str, ...], tmp_path: Path) -> None:
-    result = late_device.run(_command, str(tmp_path / "run"), "strategy=dp", *words)
+    result = late_device.run(_command, str(tmp_path / "run"), *words)
     assert result["devices"][:2] == ["late:0", "late:1"]

@@ -337,3 +337,37 @@ def test_ranks_of_unequal_shares_train_as_one_device() -> None:
     quiet_trainer(SingleDeviceStrategy()).fit(single, DataLoader(Numbered(), 6))
     for rank in run_ranks(_uneven, 2, 2):
         torch.testing.assert_close(rank, weights(single), rtol=0, atol=1e-10)
+
+
+class Recurrent(Net):
+    """A layer whose weights cuDNN moves to one piece of memory, in the first forward after they are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), _Last(4, 4, batch_first=True), nn.Linear(4, 1)).double()
+
+
+class _Last(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x[:, None])[0][:, -1]
+
+    def flatten_parameters(self) -> None:
+        with torch.no_grad():
+            for weight in self._flat_weights:
+                torch.Tensor.set_(weight, weight.detach().clone())  # type: ignore[arg-type]
+
+
+def _fit_recurrent(shard: list[str] | None) -> Tensor:
+    module = Recurrent()
+    strategy = (
+        SingleDeviceStrategy() if shard is None else FSDPStrategy(batch_size_is="global", shard=shard, timeout_s=60)
+    )
+    quiet_trainer(strategy, 1 if shard is None else 2).fit(module, DataLoader(Numbered(16), 4))
+    return weights(module)
+
+
+@pytest.mark.parametrize("shard", [["net.1"], []])
+def test_weights_of_a_recurrent_layer_are_those_of_the_last_step(shard: list[str]) -> None:
+    # Failed before, on a GPU: torch's FSDP gathered weights into memory that cuDNN no longer looked at.
+    for found in run_ranks(_fit_recurrent, 2, shard):
+        torch.testing.assert_close(found, _fit_recurrent(None), rtol=0, atol=1e-10)

@@ -199,6 +199,11 @@ def set_limit(num_bytes: int) -> None:
     extension().set_limit(num_bytes)
 
 
+def keep_freed(keeps: bool) -> None:
+    """Leave memory that is freed as it is until it is used again, as CUDA does: torch's FSDP relies on that."""
+    extension().set_keeps_freed(keeps)
+
+
 def clock() -> float:
     """When all that was queued so far has ended, in seconds of the virtual clock; waits for nothing."""
     return extension().end_of_work(-1)

@@ -21,6 +21,7 @@ PYBIND11_MODULE(LATE_MODULE, m) {
   m.def("set_num_devices", [&](int count) { machine.num_devices = count; });
   m.def("num_devices", [&] { return machine.num_devices; });
   m.def("set_limit", [](size_t num_bytes) { late::Memory::get().limit = num_bytes; });
+  m.def("set_keeps_freed", [](bool keeps) { late::Memory::get().keeps_freed = keeps; });
   m.def("set_delays", [&](double kernel, double copy, double launch, std::unordered_map<std::string, double> by_name,
                           int64_t seed) { machine.set_delays({kernel, copy, launch, std::move(by_name), seed}); });
   m.def("set_on_wait", [&](std::optional<std::function<void(const std::string&)>> call) {

@@ -37,6 +37,7 @@ class Memory final : public c10::DeviceAllocator {
   }
 
   size_t limit = size_t(16) << 30;
+  bool keeps_freed = false;  // until it is used again, as CUDA does; torch's FSDP relies on that
 
   c10::DataPtr allocate(size_t num_bytes) override {
     const auto device = current_device;
@@ -68,6 +69,7 @@ class Memory final : public c10::DeviceAllocator {
     } else {
       block = blocks.back();
       blocks.pop_back();
+      if (keeps_freed) poison(block);
     }
     stats.allocation[0].increase(1);
     stats.allocated_bytes[0].increase(size);
@@ -160,10 +162,14 @@ class Memory final : public c10::DeviceAllocator {
 
   void release(Block* block) {
     of(block->stream.device_index()).active_bytes[0].decrease(block->size);
+    if (!keeps_freed) poison(block);
+    free_[{block->stream.device_index(), block->stream.id(), block->size}].push_back(block);
+  }
+
+  static void poison(Block* block) {
     auto* memory = block->memory;
     const auto size = block->size;
     Machine::get().queue(block->stream, "", false, [memory, size] { std::memset(memory, kPoison, size); });
-    free_[{block->stream.device_index(), block->stream.id(), size}].push_back(block);
   }
 
   c10::CachingDeviceAllocator::DeviceStats& of(c10::DeviceIndex device) { return stats_[device]; }

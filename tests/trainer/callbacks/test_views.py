@@ -14,6 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
+from pytorch_lightning.callbacks import RichProgressBar
 from seen import SHORT, events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -22,6 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from evener.strategies import DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.policies import FirstChunk
+from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
 from evener.trainer.callbacks.batch_layout import batch_line, cut_line
@@ -212,6 +214,27 @@ def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
     assert lines[0].startswith("epoch 0/1 · step 6 · ")  # counted as in the names of checkpoints
 
 
+def test_a_bar_has_ended_when_lightning_says_why_training_does() -> None:
+    # its last line stood below, as if training went on
+    bar = RichProgressBar(console_kwargs={"force_terminal": True, "file": io.StringIO()})
+    drawn: list[bool] = []
+
+    class Look(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "`Trainer.fit` stopped" in record.getMessage():
+                drawn.append(bar.progress is not None and bar.progress.live.is_started)
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[bar, EpochLines()],
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    tells = logging.getLogger(LIGHTNING_TELLS[0])
+    tells.addHandler(look := Look())
+    trainer.fit(Line())
+    tells.removeHandler(look)
+    assert drawn == [False]
+
+
 @pytest.mark.parametrize("own", [[], ["+callbacks.bar._target_=pytorch_lightning.callbacks.TQDMProgressBar"]])
 def test_a_bar_is_drawn_on_a_terminal_only(own: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cfg = compose(["accelerator=cpu", f"run_dir={tmp_path}", *own])
@@ -242,17 +265,19 @@ def test_the_gradient_norm_is_the_unclipped_one() -> None:
 
 
 def test_torch_still_measures_ddp(tmp_path: Path) -> None:
-    """The names that `DDPTimes` reads, from a group of one rank."""
+    """The names that `DDPTimes` reads."""
     told = tmp_path / "told"  # by the rank's own process
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             times = DDPTimes.of(trainer)
             assert times is not None
+            if trainer.global_rank:
+                return
             seen = [times.exposed_communication_ms(), times.own_compute_s()]
             told.write_text((told.read_text() if told.exists() else "") + json.dumps(seen) + "\n")
 
-    plain_trainer(strategy=DDPStrategy(), log_every_n_steps=1, callbacks=[Look()]).fit(Line())
+    plain_trainer(strategy=DDPStrategy(), devices=2, max_epochs=2, log_every_n_steps=1, callbacks=[Look()]).fit(Line())
     first, second = map(json.loads, told.read_text().splitlines())
     assert first == [None, None]
     assert 0 <= second[0] < 60_000

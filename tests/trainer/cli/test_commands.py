@@ -40,7 +40,7 @@ CANNOT_RUN = {
     "pip install": "named only",
     "pip install -c path/to/evener/constraints.txt torch path/to/evener": "needs a network",
     'pip install "evener[optuna]"': "needs a network",
-    "python train.py hparams_search=optuna": "needs optuna; tests/trainer/job/test_hparams_search.py runs it",
+    "python train.py hparams_search=optuna": "needs optuna; tests/trainer/study/test_search.py runs it",
     'eval "$(python train.py -sc install=bash)"': "changes the shell; tests/trainer/cli/test_start.py completes words",
     'eval "$(evener train -sc install=bash)"': "as above",
     "python -m torch.distributed.launch": "named only; torchrun is its successor",
@@ -297,6 +297,7 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
 SHORT_BENCHMARKS = {
     "communication.py": ["--devices", "2"],
     "data_parallel.py": ["--rounds", "2", "--layers", "10"],
+    "global_view.py": ["--rounds", "1", "--steps", "10"],
     "many_ranks.py": ["--ranks", "4", "--processes", "2", "--seconds", "1"],
     "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64", "--microbatches", "1,4"],
     "reduction.py": ["--rounds", "1", "--steps", "5", "--microbatches", "2"],

@@ -81,6 +81,7 @@ def test_a_failed_run_says_why_in_its_log_and_result(tmp_path: Path) -> None:
     result = Result.read(log.parent)
     assert (result.status, result.reason, result.failed_rank) == ("failed", "KeyError: 'rank 0 had enough'", 0)
     assert result.strategy == "single_device"
+    assert result.environment["versions"]["torch"] == torch.__version__
     assert result.failed_at is not None
     assert f"[{result.failed_at[:-3]}" in text  # to the minute
 

@@ -100,7 +100,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_says_what_is_lost(tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("place", ["while ranks start", "while modules are built"])
+@pytest.mark.parametrize("place", ["while ranks start", "while ranks begin", "while modules are built"])
 def test_a_run_that_is_stopped_before_its_first_step_has_not_failed(place: str, tmp_path: Path) -> None:
     # it ended with status 1, and "took longer than shutdown_timeout_s"
     with running(tmp_path, "++module.pause_s=0.5", env={"INTERRUPTED": place}) as run:

@@ -153,6 +153,16 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
     assert "1 BatchNorm layers" in notes(comparison)[0]
 
 
+def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "precision=64-true", "compare.strategies=[ddp_global_view]", module="Random")
+    one, two = compare.compare_strategies(cfg).trials
+    assert (two.strategy, two.status, two.num_processes, two.global_batch) == ("ddp_global_view", OK, 2, 7)
+    assert largest_difference(two, one) < 1e-14
+    assert judge([one, two], 1e-8).excuses["ddp_global_view"] == []
+    chosen = judge([replace(one, samples_per_s=1.0), replace(two, samples_per_s=2.0)], 1e-8)
+    assert recommendation(chosen).startswith("Recommended: strategy=ddp strategy.global_view=true, because")
+
+
 def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
     noisy = tried(tmp_path, "single_device", module="Noisy")
     assert noisy.excuses == [DRAWS]
@@ -265,6 +275,16 @@ def test_one_device_is_recommended_where_more_do_not_pay() -> None:
     )
 
 
+def test_a_lead_within_the_spreads_is_told() -> None:
+    # a busy machine: fsdp was recommended at 1.41 times single_device, whose windows differed by more than that
+    noisy = [replace(measured("single_device", 100, 8), spread=0.5), measured("ddp", 140, 6)]
+    assert judge(noisy, 1e-4).reason.endswith(
+        "1.40 times as fast as single_device; their spreads (±) overlap, so measure again with more compare.steps"
+    )
+    clear = [replace(trial, spread=0.1) for trial in noisy]
+    assert judge(clear, 1e-4).reason.endswith("1.40 times as fast as single_device")
+
+
 def test_of_equally_fast_ones_the_leaner_is_recommended() -> None:
     comparison = judge([measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)], 1e-4)
     assert comparison.recommended == "ddp"
@@ -300,7 +320,7 @@ def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
 
 
 def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
-    assert chosen_strategies(config(tmp_path)) == list(STRATEGIES)
+    assert chosen_strategies(config(tmp_path)) == [*STRATEGIES, "ddp_global_view"]
     assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == ["single_device", "ddp", "dp"]
     with pytest.raises(ConfigError, match=r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"):
         chosen_strategies(config(tmp_path, "compare.strategies=[ddpp]"))

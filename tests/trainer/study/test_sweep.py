@@ -1,6 +1,7 @@
 """The table of a sweep, the comparison of its runs, and the debug modes."""
 
 import csv
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -12,9 +13,10 @@ from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, train
+from evener.trainer.callbacks.curves import COLOURS
 from evener.trainer.loggers.custom_scalars import OUR_OWN
 from evener.trainer.loggers.hparams import in_order, without_repetition
-from evener.trainer.study.sweep import SweepTable, read_jobs
+from evener.trainer.study.sweep import SweepTable, read_jobs, show_table
 
 
 def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> SweepTable:
@@ -49,6 +51,19 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "best: job 1, ddp module.lr=1" in told
     assert "failed" in told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
+def test_a_sweep_draws_its_metric_job_by_job(tmp_path: Path) -> None:
+    from PIL import Image, ImageColor
+
+    sweep(tmp_path / "one", {"dp": 0.5, "ddp": None})
+    show_table(tmp_path / "one")
+    assert not (tmp_path / "one" / "sweep.png").exists()
+    sweep(tmp_path / "four", {"dp": 0.5, "ddp": None, "fsdp": 0.75, "single_device": float("inf")})
+    show_table(tmp_path / "four")
+    with Image.open(tmp_path / "four" / "sweep.png") as picture:  # from job 0, low at the left, up to job 2
+        assert [picture.getpixel(at) for at in ((60, 240), (512, 61))] == [ImageColor.getrgb(COLOURS[0])] * 2
 
 
 def test_the_smallest_metric_is_the_best_of_a_sweep_that_minimizes(
