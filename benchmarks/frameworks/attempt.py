@@ -1,5 +1,6 @@
 """Run a framework's training in processes of its own, with a time limit."""
 
+import atexit
 import importlib
 import os
 import signal
@@ -58,7 +59,7 @@ class Attempt:
     output: str = ""
 
 
-def attempt(framework: str, problem: Problem, folder: Path, kill_after: int = 0, limit_s: float = 90.0) -> Attempt:
+def attempt(framework: str, problem: Problem, folder: Path, kill_after: int = 0, limit_s: float = 60.0) -> Attempt:
     """Train a problem with a framework, from the newest checkpoint in a folder, if there is one."""
     train = load(framework)
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,7 @@ def _start(train: Any, run: Run, rank: int, port: int) -> int:
         warnings.simplefilter("default")
         result = _result(train, run)
         torch.save(result, run.folder / f"result{rank}")
+        atexit._run_exitfuncs()  # as at the end of a script
     except BaseException:  # noqa: BLE001  # the end of this process
         traceback.print_exc()
     finally:

@@ -55,10 +55,10 @@ def evaluate(run: Run, net: Any) -> float:
     def score(engine: Any, batch: Batch) -> torch.Tensor:
         run.validate(batch)
         with torch.no_grad():
-            return run.problem.score(net, batch)  # type: ignore[misc]
+            return run.problem.score(net, batch)[:, None]  # type: ignore[misc]
 
     evaluator = Engine(score)
     Average().attach(evaluator, "val")
     data: Any = run.problem.validation()  # type: ignore[misc]
     evaluator.run(idist.auto_dataloader(data, batch_size=run.problem.batch_size))
-    return evaluator.state.metrics["val"]
+    return float(evaluator.state.metrics["val"])

@@ -89,4 +89,3 @@ def train_evener(run: Run) -> None:
         run, Trainer, newest and str(newest), strategy=made, devices=p.ranks, exact_accumulation=p.accumulate > 1,
         callbacks=[Checkpoint(run.folder, every_n_steps=1)] if p.save else [],
     )  # fmt: skip
-

@@ -31,6 +31,7 @@ class Problem:
         ranks: number of processes.
         accumulate: forward passes per optimizer step.
         shuffle: whether a framework draws the order itself; each draws another one.
+        batches: numbers of the samples of each batch, for the loop by hand; None for those of `batch_size`.
         schedule: makes a scheduler, which is stepped after every optimizer step.
         clip: largest norm of the gradients; 0 for any.
         ddp: options of `torch.nn.parallel.DistributedDataParallel`.
@@ -52,6 +53,7 @@ class Problem:
     epochs: int = 1
     max_steps: int = -1
     shuffle: bool = False
+    batches: list[list[int]] | None = None
     workers: int = 0
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -103,7 +105,7 @@ class Run:
         self.validated += batch["i"].tolist()
 
     def end(self, net: nn.Module, steps: int, **values: Any) -> None:
-        """Note how the training has ended: weights, optimizer steps, and what the framework says of `val` and `loss`."""
+        """Note how the training has ended: weights, optimizer steps, and what the framework says of `val`, `loss`."""
         weights = [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in net.parameters()]
         flat = torch.cat([weight.detach().cpu().flatten() for weight in weights])
         now = (time.perf_counter(), time.process_time())

@@ -18,7 +18,7 @@ class Case:
     """A case.
 
     Args:
-        issue: address of the public report that describes it; several by spaces.
+        issue: the public report that describes it, as owner/repository#number on GitHub; several by spaces.
         wrong: what a framework does that gets it wrong.
         problem: what is trained.
         kill_after: optimizer steps after which the training is killed, to be resumed; it must then be as if it had not
@@ -39,9 +39,6 @@ class Case:
     again: Problem | None = None
     without: dict[str, str] = field(default_factory=dict[str, str])
     warning: str = ""
-
-
-BATCHES_OF_ITS_OWN = {"by hand": "the reference"}
 
 
 def rows(num: int, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 def encoder() -> nn.Module:
@@ -20,7 +19,7 @@ def in_batch_negatives(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/huggingface/sentence-transformers/issues/2428",
+    issue="huggingface/sentence-transformers#2428",
     wrong="compares each sample with those of its own small batch only",
     problem=Problem(encoder, in_batch_negatives, lambda: rows(32), accumulate=2),
 )

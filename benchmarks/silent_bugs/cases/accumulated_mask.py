@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, perceptron, rows
 from torch import Tensor
-
-from frameworks.problem import Batch, Problem
 
 
 def masked_mean(net: Any, batch: Batch) -> Tensor:
@@ -15,7 +14,7 @@ def masked_mean(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/huggingface/transformers/issues/37766",
+    issue="huggingface/transformers#37766",
     wrong="averages the accumulated batches' means, since the model takes no number of items",
     problem=Problem(perceptron, masked_mean, lambda: rows(32), accumulate=2),
 )

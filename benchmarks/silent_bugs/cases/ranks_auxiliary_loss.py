@@ -2,10 +2,9 @@
 
 from typing import Any
 
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, language_model, sentences, token_mean
 from torch import Tensor
-
-from frameworks.problem import Batch, Problem
 
 
 def with_balance(net: Any, batch: Batch, num: Any = None) -> Tensor:
@@ -13,7 +12,7 @@ def with_balance(net: Any, batch: Batch, num: Any = None) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/huggingface/transformers/pull/48706",
+    issue="huggingface/transformers#48706",
     wrong="multiplies the auxiliary loss by the number of ranks, or averages the token means",
     problem=Problem(language_model, with_balance, lambda: sentences(32), ranks=2, tokens=True),
 )

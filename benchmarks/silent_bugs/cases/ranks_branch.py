@@ -1,9 +1,8 @@
 """A layer that only batches with a certain sample use: on one rank it has a gradient, on the other it has none."""
 
+from frameworks.problem import Problem
 from silent_bugs.case import Case, mean_square, rows
 from torch import Tensor, nn
-
-from frameworks.problem import Problem
 
 
 class Branching(nn.Module):
@@ -17,7 +16,7 @@ class Branching(nn.Module):
 
 
 CASE = Case(
-    issue="https://github.com/pytorch/pytorch/issues/69031",
+    issue="pytorch/pytorch#69031",
     wrong="loses the gradient of a layer that not all ranks have used",
     problem=Problem(Branching, mean_square, lambda: rows(32), ranks=2, ddp={"find_unused_parameters": True}),
 )

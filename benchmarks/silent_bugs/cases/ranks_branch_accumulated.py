@@ -6,7 +6,7 @@ from silent_bugs.cases import ranks_branch
 
 CASE = replace(
     ranks_branch.CASE,
-    issue="https://github.com/pytorch/pytorch/issues/69031",
+    issue="pytorch/pytorch#69031",
     wrong="keeps a rank's own gradient of a layer that the last accumulated batch has not used",
     problem=replace(ranks_branch.CASE.problem, accumulate=2),
 )

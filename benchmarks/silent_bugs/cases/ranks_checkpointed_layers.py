@@ -1,10 +1,9 @@
 """Layers whose activations are computed again in the backward pass, on two ranks."""
 
+from frameworks.problem import Problem
 from silent_bugs.case import Case, mean_square, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from frameworks.problem import Problem
 
 
 class Checkpointed(nn.Module):
@@ -18,7 +17,7 @@ class Checkpointed(nn.Module):
 
 
 CASE = Case(
-    issue="https://github.com/pytorch/pytorch/issues/109191",
+    issue="pytorch/pytorch#109191",
     wrong="leaves the gradients of a rank as they are",
     problem=Problem(Checkpointed, mean_square, lambda: rows(32), ranks=2),
 )

@@ -6,7 +6,7 @@ from silent_bugs.cases import accumulated_contrast
 
 CASE = replace(
     accumulated_contrast.CASE,
-    issue="https://github.com/huggingface/sentence-transformers/pull/3453",
+    issue="huggingface/sentence-transformers#3453",
     wrong="compares each sample with those of its own rank only",
     problem=replace(accumulated_contrast.CASE.problem, accumulate=1, ranks=2),
 )

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, language_model, sentences
 from torch import Tensor
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 def divergence(net: Any, batch: Batch) -> Tensor:
@@ -18,7 +17,7 @@ def divergence(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/modelscope/ms-swift/pull/10165",
+    issue="modelscope/ms-swift#10165",
     wrong="averages means over batches and ranks with different numbers of valid tokens",
     problem=Problem(language_model, divergence, lambda: sentences(32), ranks=2, accumulate=2),
 )

@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, perceptron, rows
 from torch import Tensor
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 def penalized(net: Any, batch: Batch) -> Tensor:
@@ -18,7 +17,7 @@ def penalized(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/pytorch/pytorch/issues/47562",
+    issue="pytorch/pytorch#47562",
     wrong="leaves the gradients of a rank as they are",
     problem=Problem(perceptron, penalized, lambda: rows(32), ranks=2),
 )

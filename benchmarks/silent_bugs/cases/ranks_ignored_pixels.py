@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, language_model, sentences
 from torch import Tensor
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 def weighted(net: Any, batch: Batch) -> Tensor:
@@ -15,7 +14,7 @@ def weighted(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/pytorch/pytorch/issues/31579",
+    issue="pytorch/pytorch#31579",
     wrong="averages the ranks' weighted means as if their weights summed to the same",
     problem=Problem(language_model, weighted, lambda: sentences(32), ranks=2),
 )

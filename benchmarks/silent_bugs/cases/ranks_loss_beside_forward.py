@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 class Scorer(nn.Module):
@@ -23,7 +22,7 @@ def beside_forward(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/huggingface/trl/issues/7245",
+    issue="huggingface/trl#7245",
     wrong="does not average the gradients at all: each rank trains its own weights",
     problem=Problem(Scorer, beside_forward, lambda: rows(32), ranks=2, unwrapped=True),
 )

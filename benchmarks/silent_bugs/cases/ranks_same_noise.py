@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
+from frameworks.problem import Problem
 from silent_bugs.case import Case, Outcomes, mean_square, perceptron, rows
 from torch.utils.data import Dataset
-
-from frameworks.problem import Problem
 
 
 class Noise(Dataset[Any]):
@@ -28,7 +27,7 @@ def differ(outcomes: Outcomes) -> str:
 
 
 CASE = Case(
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/16166 https://github.com/huggingface/transformers/issues/37932",
+    issue="Lightning-AI/pytorch-lightning#16166 huggingface/transformers#37932",
     wrong="draws the same augmentations on all ranks",
     problem=Problem(perceptron, mean_square, lambda: Noise(32), ranks=2),
     property=differ,

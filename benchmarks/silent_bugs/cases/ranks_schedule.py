@@ -1,12 +1,11 @@
 """A learning rate that falls by steps, on two ranks."""
 
 import torch
+from frameworks.problem import Problem
 from silent_bugs.case import Case, mean_square, perceptron, rows
 
-from frameworks.problem import Problem
-
 CASE = Case(
-    issue="https://github.com/huggingface/accelerate/issues/2773",
+    issue="huggingface/accelerate#2773",
     wrong="steps the scheduler once per rank, so that the learning rate falls twice as fast",
     problem=Problem(
         perceptron, mean_square, lambda: rows(48), ranks=2,

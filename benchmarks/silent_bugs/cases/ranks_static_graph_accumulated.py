@@ -6,7 +6,7 @@ from silent_bugs.cases import ranks_static_graph
 
 CASE = replace(
     ranks_static_graph.CASE,
-    issue="https://github.com/huggingface/accelerate/issues/3679 https://github.com/pytorch/pytorch/pull/187732",
+    issue="huggingface/accelerate#3679 pytorch/pytorch#187732",
     wrong="stops averaging gradients from the second step on, or crashes in the first",
     problem=replace(ranks_static_graph.CASE.problem, accumulate=2),
 )

@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from frameworks.problem import Batch, Problem
 from silent_bugs.case import Case, perceptron, rows
 from torch import Tensor
 from torch.nn import functional as F
-
-from frameworks.problem import Batch, Problem
 
 
 def summed(net: Any, batch: Batch) -> Tensor:
@@ -14,7 +13,7 @@ def summed(net: Any, batch: Batch) -> Tensor:
 
 
 CASE = Case(
-    issue="https://github.com/modelscope/ms-swift/issues/10081",
+    issue="modelscope/ms-swift#10081",
     wrong="trains with exactly half of the gradient",
     problem=Problem(perceptron, summed, lambda: rows(32), ranks=2),
 )

@@ -6,7 +6,7 @@ from silent_bugs.cases import resume_last_batch
 
 CASE = replace(
     resume_last_batch.CASE,
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/19403",
+    issue="Lightning-AI/pytorch-lightning#19403",
     wrong="makes a step of the epoch that was over",
     kill_after=5,
     compare=("seen", "weights", "steps"),

@@ -3,7 +3,7 @@
 from silent_bugs.case import Case, resumed
 
 CASE = Case(
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/19617",
+    issue="Lightning-AI/pytorch-lightning#19617",
     wrong="trains further steps",
     problem=resumed(epochs=4, max_steps=10),
     kill_after=-1,

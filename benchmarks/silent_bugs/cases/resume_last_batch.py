@@ -3,7 +3,7 @@
 from silent_bugs.case import Case, resumed
 
 CASE = Case(
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/19815 https://github.com/Lightning-AI/pytorch-lightning/issues/18060",
+    issue="Lightning-AI/pytorch-lightning#19815 Lightning-AI/pytorch-lightning#19367",
     wrong="trains batches again whose optimizer step is in the weights",
     problem=resumed(epochs=2),
     kill_after=2,

@@ -7,7 +7,7 @@ from silent_bugs.cases import resume_order
 
 CASE = replace(
     resume_order.CASE,
-    issue="https://github.com/huggingface/accelerate/pull/4233",
+    issue="huggingface/accelerate#4233",
     wrong="repeats the resumed epoch's order in the next",
     problem=resumed(shuffle=True, epochs=3),
     kill_after=2,

@@ -3,7 +3,7 @@
 from silent_bugs.case import Case, resumed
 
 CASE = Case(
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/19764 https://github.com/huggingface/accelerate/issues/2823",
+    issue="Lightning-AI/pytorch-lightning#19764 huggingface/accelerate#2823",
     wrong="trains on samples again and on others never",
     problem=resumed(shuffle=True, epochs=2),
     kill_after=3,

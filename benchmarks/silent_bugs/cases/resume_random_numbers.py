@@ -12,7 +12,7 @@ def with_dropout() -> nn.Module:
 
 CASE = replace(
     resume_last_batch.CASE,
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/17543",
+    issue="Lightning-AI/pytorch-lightning#17543",
     wrong="draws the first epoch's random numbers again",
     problem=replace(resume_last_batch.CASE.problem, net=with_dropout),
     kill_after=5,

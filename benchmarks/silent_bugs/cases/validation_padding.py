@@ -1,11 +1,10 @@
 """The mean over thirteen samples, validated on two ranks."""
 
+from frameworks.problem import Problem
 from silent_bugs.case import Case, mean_square, perceptron, rows, square_errors
 
-from frameworks.problem import Problem
-
 CASE = Case(
-    issue="https://github.com/pytorch/pytorch/issues/25162",
+    issue="pytorch/pytorch#25162",
     wrong="counts samples twice to make the ranks even",
     problem=Problem(
         perceptron, mean_square, lambda: rows(16), ranks=2, validation=lambda: rows(13, seed=1), score=square_errors,

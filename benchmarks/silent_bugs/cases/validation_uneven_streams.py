@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from frameworks.problem import Problem
 from silent_bugs.case import Case, mean_square, perceptron, rows, square_errors
 from torch.utils.data import IterableDataset
-
-from frameworks.problem import Problem
 
 
 class Shared(IterableDataset[Any]):
@@ -18,11 +17,11 @@ class Shared(IterableDataset[Any]):
 
 
 CASE = Case(
-    issue="https://github.com/Lightning-AI/pytorch-lightning/issues/21859",
+    issue="Lightning-AI/pytorch-lightning#21859",
     wrong="rounds the number of samples per rank, so that every mean is too large",
     problem=Problem(
         perceptron, mean_square, lambda: rows(16), ranks=2, validation=Shared, score=square_errors,
     ),
     compare=("val",),
-    without={name: "deals the stream itself" for name in ("accelerate", "transformers", "ignite")},
+    without=dict.fromkeys(("accelerate", "transformers", "ignite"), "deals the stream itself"),
 )  # fmt: skip
