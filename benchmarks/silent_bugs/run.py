@@ -1,6 +1,6 @@
 """Train what trainers are known to get wrong without a word, and say of each framework what it does.
 
-    python benchmarks/silent_bugs/run.py [--only NAME ...] [--frameworks NAME ...] [--table docs] [--json FILE]
+    python benchmarks/silent_bugs/run.py [--only NAME ...] [--frameworks NAME ...] [--json FILE]
 
 | word | |
 |---|---|
@@ -24,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,22 +109,29 @@ def unequal(key: str, a: Any, b: Any, exactly: bool) -> str:
     return "" if a == b else f"{key}: {str(b)[:80]} in place of {str(a)[:80]}"
 
 
-def judge_all(framework: str, cases: dict[str, Case]) -> dict[str, tuple[str, str]]:
-    """All cases, in a process that imports this framework only; those of the reference are forked from it, too."""
+def judge_all(framework: str, cases: dict[str, Case], folder: Path) -> dict[str, tuple[str, str]]:
+    """All cases."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, case in cases.items():
+        found[name] = judge(case, framework, folder / name)
+        print(f"{framework:13s} {name:32s} {found[name][0]:8s} {found[name][1][:150]}", file=sys.stderr)
+    return found
+
+
+def in_fork(framework: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Call in a process that imports this framework only, a folder behind the arguments; JSON brings the result."""
     reading, writing = os.pipe()
     if pid := os.fork():
         os.close(writing)
         with os.fdopen(reading) as file:
             found = json.load(file)
         os.waitpid(pid, 0)
-        return {name: tuple(words) for name, words in found.items()}
-    status, found = 1, {}
+        return found
+    status = 1
     try:
         load(framework)
         folder = Path(tempfile.mkdtemp())  # `TemporaryDirectory` would be removed at the end of each fork
-        for name, case in cases.items():
-            found[name] = judge(case, framework, folder / name)
-            print(f"{framework:13s} {name:32s} {found[name][0]:8s} {found[name][1][:150]}", file=sys.stderr)
+        found = call(*args, folder)
         shutil.rmtree(folder)
         with os.fdopen(writing, "w") as file:
             json.dump(found, file)
@@ -169,13 +177,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of cases, or beginnings of names")
     parser.add_argument("--frameworks", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--table", choices=["docs"], help="the table alone, in Markdown")
     parser.add_argument("--json", type=Path, help="file for the words and what was seen")
     given = parser.parse_args()
     cases = {name: case for name, case in all_cases().items() if name.startswith(tuple(given.only or [""]))}
     since, there = time.monotonic(), installed()
     found = {
-        name: judge_all(name, cases) if name in there else dict.fromkeys(cases, ("–", "not installed"))
+        name: in_fork(name, judge_all, name, cases) if name in there else dict.fromkeys(cases, ("–", "not installed"))
         for name in given.frameworks
     }
     print(table(found, cases))
