@@ -180,7 +180,7 @@ MODELS = ("ResNet-18", "GPT", "U-Net")
 
 
 def serve(framework: str, steps: int, requests: Connection) -> None:
-    """Train what is asked for, in forks of a process that imports one framework only; answers seconds per step."""
+    """Train what is asked for, in forks of a process of one framework; answers seconds per step, wall and processor."""
     load(framework)
     folder = Path(tempfile.mkdtemp())
     while (asked := requests.recv()) is not None:
@@ -189,8 +189,8 @@ def serve(framework: str, steps: int, requests: Connection) -> None:
         if not made.outcomes:
             requests.send(made.error or made.output[-300:] or "did not end")
             continue
-        times = [wall for wall, _ in made.outcomes[0]["times"]][WARM_UP:-1]  # the last step ends with the epoch
-        requests.send(statistics.median(b - a for a, b in pairwise(times)))
+        times = made.outcomes[0]["times"][WARM_UP:-1]  # the last step ends with the epoch
+        requests.send([statistics.median(b[i] - a[i] for a, b in pairwise(times)) for i in (0, 1)])
 
 
 def measure(models: list[str], ranks: list[int], rounds: int, steps: int) -> dict[str, Any]:
@@ -227,10 +227,11 @@ def table(found: dict[str, Any]) -> str:
             if errors := [value for value in cells[name] if isinstance(value, str)]:
                 texts.append(f"failed: {errors[0][:80]}")
                 continue
-            ratios = [mine / hand for mine, hand in zip(cells[name], cells["by hand"], strict=True)]
-            speed = 8 / statistics.median(cells[name])
-            spread = f"; **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-            texts.append(f"{speed:.1f}{spread if name != 'by hand' else ''}")
+            text = f"{8 / statistics.median(wall for wall, _ in cells[name]):.1f}"
+            for clock, word in enumerate(("", " processor ")):
+                ratios = [mine[clock] / hand[clock] for mine, hand in zip(cells[name], cells["by hand"], strict=True)]
+                text += f";{word} **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+            texts.append(text if name != "by hand" else text.partition(";")[0])
         lines.append(f"| {row} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
