@@ -26,19 +26,19 @@ from silent_bugs.run import NAMES, in_fork, machine
 EPOCHS, STEPS = 2, 5
 BASE = Problem(perceptron, mean_square, lambda: rows(40), epochs=EPOCHS, save=True)
 LOADERS = {
-    "in order": BASE,
+    "in_order": BASE,
     "shuffled": replace(BASE, shuffle=True),
-    "two workers that draw noise": replace(BASE, data=lambda: Noise(40), shuffle=True, workers=2),
+    "noisy_workers": replace(BASE, data=lambda: Noise(40), shuffle=True, workers=2),
 }
 STRATEGIES = {
     # name: ranks, strategy of Evener; the others have the first two
-    "one device": (1, ""),
-    "two ranks": (2, ""),
+    "one_device": (1, ""),
+    "two_ranks": (2, ""),
     "dp": (1, "dp"),
     "model_parallel": (1, "model_parallel"),
     "fsdp": (2, "fsdp"),
 }
-OF_ALL = ("one device", "two ranks")
+OF_ALL = ("one_device", "two_ranks")
 
 
 def cell(framework: str, problem: Problem, every: int, folder: Path) -> str:
