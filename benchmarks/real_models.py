@@ -21,8 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import pairwise, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 CONTENDERS = ("by hand", "evener", "lightning", "accelerate", "transformers")
+BATCH = 4
+"""Samples of a step, over all ranks."""
 WARM_UP = 3
 """Steps that do not count: what is prepared in the first ones is paid once in a run."""
 
@@ -165,15 +167,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def problem(model: str, ranks: int, steps: int) -> Problem:
-    """The training of a model, of 8 samples per step."""
-    num = 8 * steps
+    """The training of a model."""
+    num = BATCH * steps
     net, loss, data = {
         "ResNet-18": (resnet18, cross_entropy, lambda: Drawings(num, 32, mask=False)),
         "GPT": (GPT, cross_entropy, lambda: Text(num)),
         "U-Net": (UNet, mask_loss, lambda: Drawings(num, 64, mask=True)),
     }[model]
-    made = Problem(net, loss, data, shuffle=True, workers=1, optimizer=adamw, dtype=torch.float32)
-    return replace(made, ranks=ranks)
+    return Problem(net, loss, data, BATCH, ranks, shuffle=True, workers=1, optimizer=adamw, dtype=torch.float32)
 
 
 MODELS = ("ResNet-18", "GPT", "U-Net")
@@ -193,47 +194,39 @@ def serve(framework: str, steps: int, requests: Connection) -> None:
         requests.send([statistics.median(b[i] - a[i] for a, b in pairwise(times)) for i in (0, 1)])
 
 
-def measure(models: list[str], ranks: list[int], rounds: int, steps: int) -> dict[str, Any]:
-    """Seconds per step of each round, by model and ranks and framework; a text is an error."""
-    names = [name for name in CONTENDERS if name in installed()]
+def measure(
+    names: list[str], models: list[str], ranks: list[int], rounds: int, steps: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield each model on each number of ranks, and the seconds per step by framework; a text is an error."""
     context, servers = multiprocessing.get_context("fork"), {}
     for name in names:
         mine, theirs = context.Pipe()
         context.Process(target=serve, args=(name, steps, theirs), daemon=False).start()
         servers[name] = mine
-    found: dict[str, Any] = {}
-    for model in models:
-        for num in ranks:
-            cell = found[f"{model}, {'one device' if num == 1 else f'{num} ranks'}"] = {name: [] for name in names}
-            for _ in range(rounds):
-                for name in names:
-                    servers[name].send((model, num))
-                    cell[name].append(servers[name].recv())
-                    print(f"{model}, {num} ranks, {name}: {cell[name][-1]}", file=sys.stderr)
+    for num, model in product(ranks, models):
+        cell: dict[str, Any] = {name: [] for name in names}
+        for _, name in product(range(rounds), names):
+            servers[name].send((model, num))
+            cell[name].append(servers[name].recv())
+            print(f"{model}, {num} ranks, {name}: {cell[name][-1]}", file=sys.stderr)
+        yield f"{model}, {'one device' if num == 1 else f'{num} ranks'}", cell
     for server in servers.values():
         server.send(None)
-    return found
 
 
-def table(found: dict[str, Any]) -> str:
-    names = list(next(iter(found.values())))
-    lines = [
-        "| samples/s; time as a multiple of the loop's | " + " | ".join(names) + " |",
-        "|---" * (1 + len(names)) + "|",
-    ]
-    for row, cells in found.items():
-        texts = []
-        for name in names:
-            if errors := [value for value in cells[name] if isinstance(value, str)]:
-                texts.append(f"failed: {errors[0][:80]}")
-                continue
-            text = f"{8 / statistics.median(wall for wall, _ in cells[name]):.1f}"
-            for clock, word in enumerate(("", " processor ")):
-                ratios = [mine[clock] / hand[clock] for mine, hand in zip(cells[name], cells["by hand"], strict=True)]
-                text += f";{word} **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-            texts.append(text if name != "by hand" else text.partition(";")[0])
-        lines.append(f"| {row} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+def line(row: str, cell: dict[str, Any]) -> str:
+    """A row of the table."""
+    texts = []
+    for name, times in cell.items():
+        if errors := [value for value in times if isinstance(value, str)]:
+            texts.append(f"failed: {errors[0][:80]}")
+            continue
+        text = f"{BATCH / statistics.median(wall for wall, _ in times):.1f}"
+        for clock, word in enumerate(("", " processor")):
+            ratios = [mine[clock] / hand[clock] for mine, hand in zip(times, cell["by hand"], strict=True)]
+            text += f";{word} **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+        texts.append(text if name != "by hand" else text.partition(";")[0])
+    return f"| {row} | " + " | ".join(texts) + " |"
 
 
 def main() -> None:
@@ -244,11 +237,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     given = parser.parse_args()
-    since = time.monotonic()
-    found = measure(given.models, given.ranks, given.rounds, given.steps)
-    print(f"{table(found)}\n\n{machine()}. {given.rounds} rounds, {time.monotonic() - since:.0f} s.")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    since, names, found = time.monotonic(), [name for name in CONTENDERS if name in installed()], {}
+    print("| samples/s; multiple of the loop | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|", sep="\n")
+    for row, cell in measure(names, given.models, given.ranks, given.rounds, given.steps):
+        found[row] = cell
+        print(line(row, cell), flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(f"\n{machine()}. {given.rounds} rounds, {time.monotonic() - since:.0f} s.")
 
 
 if __name__ == "__main__":
