@@ -1,6 +1,7 @@
 """Run a framework's training in processes of its own, with a time limit."""
 
 import atexit
+import ctypes
 import importlib
 import os
 import signal
@@ -78,11 +79,18 @@ def attempt(framework: str, problem: Problem, folder: Path, kill_after: int = 0,
     return Attempt(found_results if whole else [], errors[0][1] if errors else "", hung, output)
 
 
+def end_with_parent() -> None:
+    """Have Linux end this process when its parent ends, which a session of its own would outlive."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _start(train: Any, run: Run, rank: int, port: int) -> int:
     if pid := os.fork():
         return pid
     try:
         os.setsid()
+        end_with_parent()
         output = os.open(run.folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402  # found by the line above, as are the others
-from frameworks.attempt import FRAMEWORKS, Attempt, attempt, installed, load  # noqa: E402
+from frameworks.attempt import FRAMEWORKS, Attempt, attempt, end_with_parent, installed, load  # noqa: E402
 from frameworks.by_hand import reference  # noqa: E402
 from silent_bugs.case import Case  # noqa: E402
 
@@ -129,6 +129,7 @@ def in_fork(framework: str, call: Callable[..., Any], *args: Any) -> Any:
         return found
     status = 1
     try:
+        end_with_parent()
         load(framework)
         folder = Path(tempfile.mkdtemp())  # `TemporaryDirectory` would be removed at the end of each fork
         found = call(*args, folder)
