@@ -9,10 +9,7 @@ import pytorch_lightning as pl
 from ...strategies import ConfigError
 from ...strategies.core.options import hints_of, verify_value
 from .nearest import did_you_mean, verify_not_gone
-from .plain_values import NARROWER, whole
-
-SEARCHED = {"data.batch_size": "auto"}
-"""Keywords that are replaced before the class is constructed."""
+from .plain_values import NARROWER, SEARCHED, whole
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",

@@ -20,13 +20,12 @@ from typing_extensions import TypeIs
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
-from ...strategies.core.options import verify_value
 from ...strategies.registry import num_processes
-from ._option_values import annotations, verify_options
+from ._option_values import verify_options
 from .descriptions import all_options
 from .group_files import PACKAGE
 from .nearest import nearest, verify_not_gone
-from .plain_values import verify_plain, whole
+from .plain_values import verify_plain
 
 KINDS: dict[str, type] = {
     "strategy": Strategy,
@@ -54,7 +53,6 @@ def verify_config(cfg: DictConfig) -> None:
     """
     verify_plain(cfg)
     options = plain(cfg)
-    verify_value("precision", whole(cfg.precision), annotations(pl.Trainer)["precision"][0])
     if cfg.resume not in (None, "last", "best", AUTO):
         verify_checkpoint_path(Path(cfg.resume))
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
