@@ -46,7 +46,7 @@ class Section:
 
     Args:
         title: its heading.
-        command: the words behind `python`.
+        command: the words behind `python`; SECONDS stands for four fifths of its time.
         share: of the time.
         needs: packages without which it can't run, by the words of pip that install them.
     """
@@ -67,8 +67,8 @@ SECTIONS = {
     ),
     "silent_bugs": Section(
         "Silent bugs of trainers",
-        "benchmarks/silent_bugs/run.py --only control accumulated_tokens ranks_sum ranks_tokens ranks_uneven "
-        "ranks_same_noise resume_random_numbers resume_second_epoch validation_padding",
+        "benchmarks/silent_bugs/run.py --seconds SECONDS --only control accumulated_tokens ranks_sum ranks_tokens "
+        "ranks_uneven ranks_same_noise resume_random_numbers resume_second_epoch validation_padding",
         0.3,
     ),
     "resuming": Section(
@@ -104,7 +104,7 @@ def missing(name: str, section: Section) -> str:
 
 def run(section: Section, limit_s: float) -> tuple[str, str]:
     """Run a section; returns its output, and how it ended where that was not well."""
-    words = [sys.executable, *section.command.split()]
+    words = [sys.executable, *section.command.replace("SECONDS", f"{0.8 * limit_s:.0f}").split()]
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen(
         words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True

@@ -1,6 +1,6 @@
 """Train what trainers are known to get wrong without a word, and say of each framework what it does.
 
-    python benchmarks/silent_bugs/run.py [--only NAME ...] [--frameworks NAME ...] [--json FILE]
+    python benchmarks/silent_bugs/run.py [--only NAME ...] [--frameworks NAME ...] [--seconds S] [--json FILE]
 
 | word | |
 |---|---|
@@ -9,7 +9,7 @@
 | warned | something else, after a warning that names it |
 | silent | something else |
 | hangs | did not end, twice |
-| – | not installed, or the case makes no sense there |
+| – | not installed, the case makes no sense there, or no time was left |
 
 Frameworks: Evener, and of Lightning, Accelerate, transformers and Ignite what is installed (the extra `benchmarks`).
 """
@@ -109,11 +109,13 @@ def unequal(key: str, a: Any, b: Any, exactly: bool) -> str:
     return "" if a == b else f"{key}: {str(b)[:80]} in place of {str(a)[:80]}"
 
 
-def judge_all(framework: str, cases: dict[str, Case], folder: Path) -> dict[str, tuple[str, str]]:
-    """All cases."""
+def judge_all(framework: str, cases: dict[str, Case], seconds: float, folder: Path) -> dict[str, tuple[str, str]]:
+    """All cases that begin within a time."""
     found: dict[str, tuple[str, str]] = {}
+    deadline = time.monotonic() + seconds
     for name, case in cases.items():
-        found[name] = judge(case, framework, folder / name)
+        in_time = time.monotonic() < deadline
+        found[name] = judge(case, framework, folder / name) if in_time else ("–", "no time left")
         print(f"{framework:13s} {name:32s} {found[name][0]:8s} {found[name][1][:150]}", file=sys.stderr)
     return found
 
@@ -178,12 +180,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of cases, or beginnings of names")
     parser.add_argument("--frameworks", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--seconds", type=float, default=1e6, help="for all; cases that have not begun are left out")
     parser.add_argument("--json", type=Path, help="file for the words and what was seen")
     given = parser.parse_args()
     cases = {name: case for name, case in all_cases().items() if name.startswith(tuple(given.only or [""]))}
-    since, there = time.monotonic(), installed()
+    since, there = time.monotonic(), [name for name in given.frameworks if name in installed()]
     found = {
-        name: in_fork(name, judge_all, name, cases) if name in there else dict.fromkeys(cases, ("–", "not installed"))
+        name: in_fork(name, judge_all, name, cases, given.seconds / len(there))
+        if name in there
+        else dict.fromkeys(cases, ("–", "not installed"))
         for name in given.frameworks
     }
     print(table(found, cases))
