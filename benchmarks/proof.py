@@ -8,7 +8,7 @@ It runs from a clone, whose benchmarks and tests it starts in short forms, each 
     silent_bugs  what trainers are known to get wrong without a word (benchmarks/silent_bugs)
     resuming     killed after some of its steps, a training ends as if it had not been (benchmarks/resume_table.py)
     survival     kills, freezes and stops of runs, and damaged checkpoints (benchmarks/survival.py)
-    wall_time    a GPT by hand and with each framework, on one device and two ranks (benchmarks/real_models.py)
+    wall_time    a GPT by hand and with each framework (benchmarks/real_models.py)
     gpus         what only GPUs show (benchmarks/gpu_check.py), on machines that have some
 
 The page has the tables, the machine, the versions, and what could not be run and why.
@@ -73,17 +73,17 @@ SECTIONS = {
     ),
     "resuming": Section(
         "Killed and resumed",
-        "benchmarks/resume_table.py --every 4 --strategies one_device two_ranks --loaders shuffled",
-        0.2,
+        "benchmarks/resume_table.py --every 3 --strategies one_device --loaders noisy_workers",
+        0.15,
     ),
     "survival": Section(
         "Kills, freezes, stops and damaged checkpoints",
         "benchmarks/survival.py --kills 3 --commands 1 --per-run 2 --jobs 2 --files 200",
-        0.1,
+        0.15,
     ),
     "wall_time": Section(
         "Wall time of a GPT of 10 million parameters",
-        "benchmarks/real_models.py --models GPT --rounds 3 --steps 8",
+        "benchmarks/real_models.py --models GPT --ranks 1 --rounds 3 --steps 8",
         0.2,
     ),
     "gpus": Section("What only GPUs show", "benchmarks/gpu_check.py", 1.0),
