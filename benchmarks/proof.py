@@ -102,19 +102,21 @@ def missing(name: str, section: Section) -> str:
     return "not on Windows" if not hasattr(os, "fork") else ""
 
 
-def run(section: Section, limit_s: float) -> tuple[str, str]:
-    """Run a section; returns its output, and how it ended where that was not well."""
-    words = [sys.executable, *section.command.replace("SECONDS", f"{0.8 * limit_s:.0f}").split()]
+def run(command: str, limit_s: float) -> tuple[str, str]:
+    """Run a section's program; returns its output, with errors if it did not end well, and how it ended."""
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen(
-        words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+        [sys.executable, *command.split()], cwd=ROOT, env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
     try:
-        output, ended = process.communicate(timeout=limit_s)[0], ""
+        output, errors = process.communicate(timeout=limit_s)
+        ended = f"exit status {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, ended = process.communicate()[0], f"ended after {limit_s:.0f} s, its share of the time"
-    return output, ended or (f"exit status {process.returncode}" if process.returncode else "")
+        output, errors = process.communicate()
+        ended = f"ended after {limit_s:.0f} s, its share of the time"
+    return output + errors * bool(ended), ended
 
 
 def inline(text: str) -> str:
@@ -133,7 +135,7 @@ def body(output: str) -> str:
             text = "\n".join(lines[-60:]).strip()
             found.append(f"<pre>{html.escape(text)}</pre>" if text else "")
             continue
-        rows = [[inline(cell.strip()) for cell in line.strip("|").split(" | ")] for line in lines if "|---" not in line]
+        rows = [[inline(cell.strip()) for cell in line.strip("|").split("|")] for line in lines if "|---" not in line]
         cells = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
         found.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
     return "\n".join(found)
@@ -195,15 +197,16 @@ def main() -> int:
     for name in given.only:
         section, since = SECTIONS[name], time.monotonic()
         limit_s = section.share * 60 * given.minutes + spare_s
+        command = section.command.replace("SECONDS", f"{0.8 * limit_s:.0f}")
         reason = missing(name, section)
-        output, ended = ("", f"not run: {reason}") if reason else run(section, limit_s)
+        output, ended = ("", f"not run: {reason}") if reason else run(command, limit_s)
         took_s = time.monotonic() - since
         spare_s = max(0.0, limit_s - took_s)
         status |= bool(ended) and not reason
         print(f"{name:12s} {took_s:5.0f} s  {ended or 'done'}", flush=True)
         said = f'<p class="bad">{html.escape(ended)}</p>' if ended else ""
         parts.append(
-            f"<h2>{html.escape(section.title)}</h2><p><code>python {html.escape(section.command)}</code>, "
+            f"<h2>{html.escape(section.title)}</h2><p><code>python {html.escape(command)}</code>, "
             f"{took_s:.0f} s</p>{said}\n{body(output)}"
         )
         given.out.write_text(page(parts, about), encoding="utf-8")
