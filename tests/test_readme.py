@@ -77,6 +77,12 @@ def test_every_requirement_is_pinned_once_for_each_python(python: str) -> None:
     assert set(required) <= set(applying)
 
 
+def test_the_lock_with_hashes_has_the_pins_of_the_constraints() -> None:
+    pins, locked = ((ROOT / name).read_text(encoding="utf-8") for name in ("constraints.txt", "requirements.lock"))
+    lines = [line.removesuffix(" \\") for line in locked.splitlines() if line[:1] not in (" ", "#")]
+    assert lines == [line for line in pins.splitlines() if not line.startswith("#")]
+
+
 def test_the_table_of_versions_has_what_pyproject_allows() -> None:
     rows = re.findall(r"^\| (3\.\d+)\.\d+ \| (2\.\d+)\.", VERSIONS, flags=re.MULTILINE)
     assert sorted({python for python, _ in rows}) == sorted(MINORS)

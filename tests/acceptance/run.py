@@ -2,11 +2,18 @@
 
 import argparse
 import json
+import os
+import platform
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support")]
@@ -65,12 +72,28 @@ def table(found: Verdicts) -> str:
     return "\n".join(lines)
 
 
+def renew(page: Path, lines: str) -> None:
+    """Write the table, and what it was measured with, in the place of a page's."""
+    about = (
+        f"{date.today()}, Python {platform.python_version()}, torch {torch.__version__}, Lightning {pl.__version__}, "
+        f"{os.cpu_count()} cores, one complete run."
+    )
+    text, found = re.subn(
+        r"^\| \| cases \|.*\n(\|.*\n)+\n.*?one complete run[^.]*\.",
+        f"{lines}\n\n{about}", page.read_text(encoding="utf-8"), flags=re.MULTILINE,
+    )  # fmt: skip
+    if not found:
+        raise SystemExit(f"{page} has no such table")
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of " + ",".join(STRATEGIES))
     parser.add_argument("--only", default="", help="names of cases or of fields, by commas")
     parser.add_argument("--table", choices=["text", "docs"], default="text", help="docs: the table alone")
     parser.add_argument("--accelerator", default="cpu", help="kind of the devices: cpu, late, cuda")
+    parser.add_argument("--write", type=Path, help="page whose table is renewed")
     parser.add_argument("--json", type=Path, help="file to write the verdicts to")
     args = parser.parse_args()
     cases, chosen = all_cases(), set(filter(None, args.only.split(",")))
@@ -80,6 +103,8 @@ def main() -> None:
     start = time.monotonic()
     found = judge_all(args.strategies.split(","), names, args.table == "text", args.accelerator)
     say(f"\n{table(found)}\n\n{len(names)} cases, {time.monotonic() - start:.0f} s")
+    if args.write:
+        renew(args.write, table(found))
     if args.json:
         args.json.write_text(json.dumps({s: {n: vars(v) for n, v in of.items()} for s, of in found.items()}, indent=1))
 

@@ -32,7 +32,11 @@ WORDS = {
     "strategies": "list the strategies",
     "env": "show versions, devices and cluster variables, for a bug report",
     "config": "evener config validate [options]: check a configuration without running it",
+    "proof": "try on this machine what Evener claims, beside what else is installed, and write proof.html",
 }
+
+OTHERS = ("train", "config", "proof")
+"""Words behind which another program reads the rest of the command line."""
 
 
 def main() -> None:
@@ -48,11 +52,11 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=f"evener {version('evener')}")
     commands = parser.add_subparsers(dest="word", metavar="COMMAND", title="commands")
     for word, meaning in WORDS.items():
-        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in ("train", "config"))
+        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in OTHERS)
         if word == "new":
             added.add_argument("folder", help="the project's folder, which must not exist; its name is the project's")
-    if words[:1] in (["train"], ["config"]):  # the rest is Hydra's
-        return train(words[1:]) if words[0] == "train" else config(words[1:])
+    if words and words[0] in OTHERS:
+        return {"train": train, "config": config, "proof": proof}[words[0]](words[1:])
     given = parser.parse_args(words)
     if given.word is None:
         parser.print_help()
@@ -107,6 +111,20 @@ def config(words: list[str]) -> None:
         sys.exit(0 if {"--help", "-h"} & set(words) else 2)
     command.only_check = True
     train([*words[1:], "hydra.run.dir=.", "hydra.output_subdir=null"])
+
+
+def proof(words: list[str]) -> None:
+    """Run `benchmarks/proof.py` of the clone that this package is.
+
+    Args:
+        words: the rest of the command line.
+    """
+    program = Path(__file__).parents[2] / "benchmarks" / "proof.py"
+    if not program.is_file():
+        sys.exit("Error: evener proof runs the benchmarks of a clone, which the installed package does not have. "
+                 "Clone the repository, run pip install -e . there, and then evener proof.")  # fmt: skip
+    sys.argv = ["evener proof", *words]
+    runpy.run_path(str(program), run_name="__main__")
 
 
 def new(folder: Path) -> None:

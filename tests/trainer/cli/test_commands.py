@@ -37,6 +37,11 @@ CANNOT_RUN = {
     'pip install torch==2.13.0 -e ".[test,third-party]"': "needs a network",
     'pip install torch==2.13.0 -e ".[test,zoo]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
+    'pip install -e ".[benchmarks]" transformers': "needs a network",
+    "pip install --require-hashes -r requirements.lock": "needs a network",
+    "pip install --no-deps --no-build-isolation -e .": "is installed here",
+    "pip install cyclonedx-bom": "needs a network",
+    "cyclonedx-py requirements requirements.lock -o dist/sbom.json": "needs cyclonedx-bom",
     "pip install": "named only",
     "pip install -c path/to/evener/constraints.txt torch path/to/evener": "needs a network",
     'pip install "evener[optuna]"': "needs a network",
@@ -263,7 +268,7 @@ def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("command", OTHER)
 def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "benchmarks/" in command:
-        (script,) = re.findall(r"benchmarks/\w+\.py", command)
+        (script,) = re.findall(r"benchmarks/[\w/]+\.py", command)
         source = (ROOT / script).read_text(encoding="utf-8")
         options = [word for word in words_after(command, script) if word.startswith("--")]
         assert [option for option in options if not re.search(rf'add_argument\(\s*"{option}"', source)] == []
@@ -300,7 +305,10 @@ SHORT_BENCHMARKS = {
     "global_view.py": ["--rounds", "1", "--steps", "10"],
     "many_ranks.py": ["--ranks", "4", "--processes", "2", "--seconds", "1"],
     "pipeline.py": ["--rounds", "1", "--steps", "2", "--batch", "64", "--microbatches", "1,4"],
+    "real_models.py": ["--models", "GPT", "--ranks", "1", "--rounds", "1", "--steps", "6"],
     "reduction.py": ["--rounds", "1", "--steps", "5", "--microbatches", "2"],
+    "resume_table.py": ["--frameworks", "evener", "--loaders", "shuffled", "--strategies", "dp", "--every", "8"],
+    "silent_bugs/run.py": ["--frameworks", "evener", "--only", "control"],
     "snapshots.py": ["--rounds", "1", "--steps", "13", "--megabytes", "50", "--every", "2"],
     "step_overhead.py": ["--rounds", "1", "--steps", "80"],
     "uneven_ranks.py": ["--rounds", "1", "--steps", "10"],
