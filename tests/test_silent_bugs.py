@@ -9,7 +9,6 @@ import warm_python
 PROGRAM = Path(__file__).parents[1] / "benchmarks/silent_bugs/run.py"
 NOT_EXACT = {
     "accumulated_contrast": "silent",  # docs/over_batch.md: each forward pass has its own batch
-    "ranks_contrast": "refused",
     "ranks_static_graph_manual": "refused",
 }
 
