@@ -35,7 +35,7 @@ from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.distributed.process_exit import StopRequests
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
-from .callbacks.nonfinite import DetectNonFinite
+from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .checkpoint.clean_points import ExactCheckpoints

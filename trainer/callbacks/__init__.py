@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, flops, step_times.
+Exports: the callbacks below; batch_layout, step_times, utilization.
 May import: nothing else in the trainer.
 """
 
@@ -9,10 +9,8 @@ from pytorch_lightning.callbacks import LearningRateMonitor
 from .curves import Curves
 from .device_monitor import DeviceMonitor
 from .epoch_lines import EpochLines, LogEveryEpoch
-from .gradient_norm import GradientNorm
-from .histograms import Histograms
+from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
-from .nonfinite import DetectNonFinite
 from .run_summary import RunSummary
 from .slow_rank import SlowRank
 from .start_up import ModuleSummary, StartUp

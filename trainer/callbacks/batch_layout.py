@@ -14,19 +14,13 @@ def loader_batch_size(trainer: pl.Trainer) -> int | None:
     """Number of samples in a full batch of the first training loader; None if it is unknown."""
     combined = trainer.fit_loop._combined_loader
     loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
-    candidates = (
-        getattr(loader, "batch_size", None),
-        getattr(getattr(getattr(loader, "batch_sampler", None), "units", None), "batch_size", None),
-        getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
-    )
+    sampler = getattr(loader, "batch_sampler", None)
+    candidates = (getattr(owner, "batch_size", None) for owner in (loader, getattr(sampler, "units", None), sampler))
     return next((size for size in candidates if isinstance(size, int)), None)
 
 
 def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
     """Cut a full batch as the strategy does.
-
-    Args:
-        trainer: the trainer during training, with its loaders set up.
 
     Returns:
         Samples per part, and the kind of part: `rank`, `replica`, or `device` if the batch is not cut. No sizes if the
@@ -63,15 +57,7 @@ def batch_line(trainer: pl.Trainer) -> str:
 
 
 def cut_line(sizes: Sequence[int], part: str) -> str:
-    """Format sizes as a sum.
-
-    Args:
-        sizes: samples per part.
-        part: name of a part, such as `rank`.
-
-    Returns:
-        Such as `256 = 4 ranks × 64 samples`, `64 = 16 + 24 + 24 samples on 3 replicas`, or `64 samples`.
-    """
+    """Format samples per part: `64 samples`, `256 = 4 ranks × 64 samples`, `64 = 16 + 48 samples on 2 replicas`."""
     if len(sizes) == 1:
         return f"{sizes[0]:,} samples"
     if len(set(sizes)) == 1:

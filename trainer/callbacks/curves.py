@@ -20,11 +20,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 class Curves(pl.Callback):
-    """Keep the epochs' losses and metrics, and draw them when training ends: losses above, metrics below.
-
-    Args:
-        run_dir: where the picture goes.
-    """
+    """Keep the epochs' losses and metrics, and draw them when training ends: losses above, metrics below."""
 
     def __init__(self, run_dir: str) -> None:
         self.path = Path(run_dir) / "curves.png"

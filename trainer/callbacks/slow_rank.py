@@ -21,7 +21,6 @@ NUM_POINTS = 2
 SLOWER = 1.15
 """Ratio of the slowest rank's lower quartile to every other rank's upper one from which it counts as slower."""
 
-
 _FITS = itertools.count()
 """Numbers the runs of this process, so that none reads the entries of another."""
 
@@ -40,11 +39,7 @@ class Spread(NamedTuple):
 
 
 def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
-    """Find the rank that was clearly slower than every other at each of some log points.
-
-    Returns:
-        Its number; None if there is none.
-    """
+    """Find the rank that was clearly slower than every other at each of some log points; None if there is none."""
     slowest = {max(range(len(ranks)), key=lambda rank: ranks[rank].middle) for ranks in points}
     if len(slowest) != 1:
         return None

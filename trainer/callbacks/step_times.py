@@ -49,22 +49,19 @@ class DDPTimes:
         return cls(model, max(1, every * trainer.accumulate_grad_batches // SAMPLES_PER_POINT))
 
     def exposed_communication_ms(self) -> float | None:
-        """Milliseconds of gradient communication that did not overlap with backward, including waits for other ranks.
-
-        Returns:
-            None until torch has sampled a step.
-        """
-        data: dict[str, Any] = self._model._get_ddp_logging_data()
-        if "backward_comm_time" not in data:
-            return None
-        return max(0, int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])) / NS_PER_MS
+        """Milliseconds of gradient communication beside backward, including waits for other ranks."""
+        total, overlap = self._ms("backward_comm_time"), self._ms("backward_compute_comm_overlap_time")
+        return None if total is None or overlap is None else max(0.0, total - overlap)
 
     def own_compute_s(self) -> float | None:
         """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
+        forward, backward = self._ms("forward_compute_time"), self._ms("backward_compute_time")
+        return None if forward is None or backward is None else (forward + backward) / 1000
+
+    def _ms(self, name: str) -> float | None:
+        """Milliseconds of one of torch's figures; None until it has sampled a step."""
         data: dict[str, Any] = self._model._get_ddp_logging_data()
-        if "backward_compute_time" not in data:
-            return None
-        return (int(data["forward_compute_time"]) + int(data["backward_compute_time"])) / NS_PER_MS / 1000
+        return int(data[name]) / NS_PER_MS if name in data else None
 
 
 @dataclass(frozen=True)
@@ -139,14 +136,11 @@ class StepClock:
         self._phases_s[phase] += seconds_between(start, end)
 
     def read(self, num_steps: int, data_wait_s: float = 0.0) -> StepTimes | None:
-        """Read the means since the last reading, between two steps; waits for the device.
+        """Read the means since the last reading, between two steps; waits for the device. None if no time has passed.
 
         Args:
             num_steps: optimizer steps since then.
             data_wait_s: seconds of waiting for the loader since the start of training.
-
-        Returns:
-            The means; None if no time has passed.
         """
         while self._queued:
             self._add_oldest()
