@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; batch_layout, step_times, utilization.
+Exports: the callbacks below; start_up, step_times, utilization.
 May import: nothing else in the trainer.
 """
 
@@ -11,9 +11,9 @@ from .device_monitor import DeviceMonitor
 from .epoch_lines import EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
-from .run_summary import RunSummary
 from .slow_rank import SlowRank
 from .start_up import ModuleSummary, StartUp
+from .step_times import RunSummary
 from .utilization import Utilization
 
 LearningRate = LearningRateMonitor

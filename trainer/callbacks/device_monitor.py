@@ -1,22 +1,11 @@
 """Log each device's share of the batch, its time and its memory; that of the CPU is the process's resident size."""
 
-import resource
-import sys
-from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
-
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.strategies import Strategy
 from typing_extensions import override
 
-from ...strategies.core.devices import peak_memory_bytes, precise_dtype, reset_peak_memory_bytes
-from ...strategies.registry import process_devices
-from .batch_layout import global_sizes
-from .step_times import DDPTimes
-
-MIB = 2**20
+from .start_up import global_sizes
+from .step_times import DDPTimes, gather, gather_peak_memory_mib
 
 
 class DeviceMonitor(pl.Callback):
@@ -64,46 +53,3 @@ def rank_times(strategy: Strategy, own_s: float | None) -> dict[str, float]:
         return {}
     times = {f"balance/time_s_{i}": value for i, value in enumerate(seconds)}
     return {**times, "balance/efficiency": sum(seconds) / len(seconds) / max(seconds)}
-
-
-def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
-    """Peak memory of every device of every process in MiB; every rank must call it."""
-    return gather(strategy, [peak_bytes(device) / MIB for device in process_devices(strategy)])
-
-
-def gather(strategy: Strategy, values: list[float]) -> list[float]:
-    """Gather the values of all ranks in rank order; the list must have the same length on every rank."""
-    assert strategy.lightning_module is not None
-    trainer, device = strategy.lightning_module.trainer, strategy.root_device
-    places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
-    # under `global_view` each rank is the only one of its run
-    places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
-    gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
-    return gathered.flatten().tolist()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory of a device in bytes; for the CPU the largest resident size of this process."""
-    measured = peak_memory_bytes(device)
-    return peak_resident_bytes() if measured is None else measured
-
-
-def peak_resident_bytes() -> int:
-    """Peak resident size in bytes, since the last reset if the system supports resets (Linux)."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def reset_peaks(devices: Iterable[torch.device]) -> None:
-    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep.
-
-    That of the CPU is reset if the system supports it (Linux: proc_pid_clear_refs(5), value 5).
-    """
-    for device in devices:
-        reset_peak_memory_bytes(device)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")

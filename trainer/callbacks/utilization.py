@@ -20,8 +20,7 @@ from ...strategies.core.devices import device_model
 from ...strategies.core.module_checks import metrics_of
 from ...strategies.core.types import Batch
 from ...strategies.registry import process_devices, processes_of
-from .run_summary import RunSummary
-from .step_times import StepClock, StepTimes
+from .step_times import RunSummary, StepClock, StepTimes
 
 log = logging.getLogger(__name__)
 

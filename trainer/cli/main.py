@@ -30,8 +30,7 @@ from ...strategies.core.errors import ConfigError
 from ..config.group_files import PACKAGE, Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
-from ..launch.environment import environment
-from ..launch.run_lock import LOCK_FILE, locked
+from ..launch.environment import LOCK_FILE, environment, locked
 from ..study.sweep import show_unfinished
 from ._composition import composition_sentence
 from ._help import show_help

@@ -64,10 +64,8 @@ def main() -> None:
 
 
 def complete(words: list[str]) -> None:
-    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words.
-
-    Args:
-        words: `-sc` and what it asks for, such as `query=bash`.
+    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words; `words`
+    are `-sc` and what it asks for.
     """
     line = os.environ.get("COMP_LINE", "")
     if "install=" in " ".join(words):
@@ -81,11 +79,7 @@ def complete(words: list[str]) -> None:
 
 
 def train(words: list[str]) -> None:
-    """Run `train.py` of the current folder if it is this package's, otherwise the package's own configuration.
-
-    Args:
-        words: the rest of the command line.
-    """
+    """Run `train.py` of the current folder if it is this package's, otherwise the package's own configuration."""
     script = Path("train.py").absolute()
     if script.is_file() and "evener" in script.read_text(encoding="utf-8"):
         sys.argv = [str(script), *words]
@@ -110,11 +104,7 @@ def config(words: list[str]) -> None:
 
 
 def new(folder: Path) -> None:
-    """Copy the template of a project.
-
-    Args:
-        folder: where to; its name becomes the name of the project's runs.
-    """
+    """Copy the template of a project into a folder, whose name becomes that of the project's runs."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         sys.exit(f"Error: {folder} exists already. Give the name of a new folder, such as evener new {folder}_2.")
     name = folder.absolute().name

@@ -31,10 +31,7 @@ def constructor(key: str, options: Any) -> Callable[..., Any]:
 
 
 def instantiate(key: str, options: Any) -> Any:
-    """Instantiate the object of one config group.
-
-    Args:
-        options: `_target_` and its arguments.
+    """Instantiate the object of one config group from `_target_` and its arguments.
 
     Raises:
         ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
@@ -61,11 +58,8 @@ def module_and_data(cfg: DictConfig) -> tuple[pl.LightningModule, pl.LightningDa
 
 
 def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: Any) -> pl.Trainer:
-    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved.
-
-    Args:
-        strategy: None for the configured one.
-        **options: replace the configured ones.
+    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved; `options`
+    replace the configured ones.
     """
     make = constructor("trainer", cfg.trainer)
     fixed = {**QUIET, "logger": False, "enable_checkpointing": False}

@@ -11,7 +11,7 @@ from ..job.log_file import run_log
 from ..job.result import Result, discard_result
 from ..job.run import Run
 from . import cluster
-from .run_lock import locked
+from .environment import locked
 from .workers import launch_workers
 
 

@@ -24,11 +24,8 @@ from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE
 
 
 def work(cfg: DictConfig, folder: Path) -> None:
-    """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's.
-
-    Args:
-        cfg: the resolved configuration.
-        folder: what the command reads of this attempt.
+    """Run one rank; the first that fails leaves its reason in the attempt's folder, and the command prints the last
+    attempt's.
     """
     leave_in_time(cfg.launcher.shutdown_timeout_s)
     is_last = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
@@ -77,11 +74,6 @@ def begin() -> None:
 
 def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str]) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
-
-    Args:
-        cfg: the resolved configuration.
-        folder: what the command reads of this attempt.
-        variables: the rank's environment.
 
     Raises:
         SystemExit: the rank failed; its status.

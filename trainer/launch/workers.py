@@ -42,9 +42,6 @@ END_S = 30.0
 def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
     """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
 
-    Args:
-        plan: of a strategy of several processes.
-
     Raises:
         WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
     """

@@ -17,9 +17,6 @@ _WORDS = {cls.__name__: word for word, cls in STRATEGIES.items()}
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
     """Flatten the options that distinguish runs: those of module, data and strategy, the root keys that change
     training, and all command-line overrides.
-
-    Args:
-        cfg: the resolved configuration.
     """
     values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
     for group in GROUPS:
@@ -67,12 +64,8 @@ def shown(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
-    """Sort metrics: the monitored one first, then those of test and validation.
-
-    Args:
-        metrics: final values by name.
-        first: the monitored metric.
-        own: prefixes of names that are not metrics of the module; these are omitted.
+    """Sort final metrics: the monitored one first, then those of test and validation; `own` prefixes, not the module's,
+    are omitted.
     """
     ranks = ("test", "val", "")
 

@@ -15,17 +15,13 @@ from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import write_json
 from .comparison import REFERENCE, VARIANTS, Comparison, is_too_fast, judge, memory, tolerance_of
-from .probe import WINDOW, Probe
-from .trial import OK, Trial, run_trial
+from .trial import OK, WINDOW, Probe, Trial, run_trial
 
 log = logging.getLogger(__name__)
 
 
 def compare_strategies(cfg: DictConfig) -> Comparison:
-    """Try strategies one after the other, each in its own process.
-
-    Args:
-        cfg: the resolved configuration (`prepare`); `cfg.compare` holds the options.
+    """Try strategies one after the other, each in its own process; `cfg` is resolved (`prepare`).
 
     Returns:
         The comparison, also written as `compare.json` into the run directory.
@@ -59,12 +55,7 @@ def try_out(cfg: DictConfig, name: str) -> Trial:
 
 
 def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
-    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left.
-
-    Args:
-        num_all: number of strategies to try.
-        seconds: since the first one began.
-    """
+    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left."""
     trial, rest = trials[-1], num_all - len(trials)
     found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
     left = f", about {seconds / len(trials) * rest:.0f} s left" if rest else ""
@@ -97,13 +88,7 @@ def verify_lengths(cfg: DictConfig) -> None:
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """Derive the configuration of a short trial of one strategy.
-
-    Args:
-        folder: output directory of the trial.
-
-    Returns:
-        `short_config` with this strategy, and with the loader's batch as global batch for every strategy.
+    """The configuration of a short trial of one strategy, with the loader's batch as global batch for every strategy.
     """
     trial = short_config(cfg, folder)
     trial.strategy = strategy_options(cfg, name)
@@ -114,14 +99,8 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
 
 
 def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Derive the configuration of a few measured steps.
-
-    Args:
-        folder: output directory of the run.
-
-    Returns:
-        A configuration with the same module, data, devices, precision, accumulation and clipping, a probe as its only
-        callback, and neither logger nor checkpoints.
+    """The configuration of a few measured steps in a folder: the same module, data, devices, precision, accumulation
+    and clipping, a probe as its only callback, and neither logger nor checkpoints.
     """
     short = cfg.copy()
     with open_dict(short):

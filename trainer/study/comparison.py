@@ -7,8 +7,7 @@ from rich.text import Text
 
 from ..job import tables
 from ..job.result import short_path
-from .probe import DRAWS
-from .trial import OK, Trial
+from .trial import DRAWS, OK, Trial
 
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
@@ -98,16 +97,10 @@ def excuses_of(trial: Trial, reference: Trial) -> list[str]:
 
 
 def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None, str]:
-    """Choose among strategies that train alike.
+    """Choose among strategies that train alike, and that need at most `device_mib` of memory; say why.
 
     The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is
     equal too, the earlier one, which is simpler.
-
-    Args:
-        device_mib: memory of a device in MiB; strategies that need more are excluded.
-
-    Returns:
-        Name and reason; None and the reason if no strategy can be recommended.
     """
     fitting = [trial for trial in trials if device_mib is None or trial.peak_mib <= device_mib]
     if not fitting:
@@ -138,11 +131,7 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
-    """Print the table, the strategies that did not train and why, and the recommendation.
-
-    Args:
-        run_dir: directory of the trials.
-    """
+    """Print the table, the strategies that did not train and why, and the recommendation."""
     trained = [trial for trial in comparison.trials if trial.status == OK]
     lines = [
         *reasons(comparison),

@@ -76,11 +76,8 @@ def write(path: Path, variants: Sequence[Variant]) -> None:
 
 
 def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) -> None:
-    """Write the table, print it with the best variant, and draw the monitored metric of all.
-
-    Args:
-        file: the table's CSV file; the picture stands beside it.
-        kind: what a variant is called: job or trial.
+    """Write the table, print it with the best variant (a `kind` is a job or a trial), and draw the monitored metric of
+    all.
     """
     if not variants:
         return

@@ -35,14 +35,17 @@ from evener.trainer.study.comparison import (
     tolerance_of,
     verdict,
 )
-from evener.trainer.study.probe import DRAWS, Probe, is_synced, median_rate
 from evener.trainer.study.trial import (
     CONFIG_FILE,
+    DRAWS,
     FAILED,
     OK,
     REFUSED,
+    Probe,
     Trial,
     execute,
+    is_synced,
+    median_rate,
     run_trial,
     write_config,
 )

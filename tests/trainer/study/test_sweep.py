@@ -14,8 +14,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, train
 from evener.trainer.callbacks.curves import COLOURS
-from evener.trainer.loggers.custom_scalars import OUR_OWN
 from evener.trainer.loggers.hparams import in_order, without_repetition
+from evener.trainer.loggers.tensorboard import OUR_OWN
 from evener.trainer.study.sweep import SweepTable, read_jobs, show_table
 
 
