@@ -158,8 +158,7 @@ class ResumingFitLoop(_FitLoop):
     def agree_to_end(self, at_once: bool = False) -> None:
         """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
 
-        Args:
-            at_once: all are here, and wait for each other; without it they end here only if it is set on all.
+        `at_once`, where all are here and wait for each other; without it they end here only if it is set on all.
         """
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         if ranks is not None:

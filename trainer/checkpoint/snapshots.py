@@ -156,10 +156,8 @@ class MemorySnapshots:
 
 
 class _InMemory(VerifiedCheckpointIO):
-    """Writes checkpoints whose tensors are in files of their own; a thread does what training need not wait for.
-
-    Args:
-        on_host: whether the state is in the host's memory, from which it is copied to the file at once.
+    """Writes checkpoints whose tensors are in files of their own; a state in host memory is copied there at once, and a
+    thread does what training need not wait for.
     """
 
     def __init__(self, directory: Path, on_host: bool) -> None:

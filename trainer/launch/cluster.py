@@ -56,11 +56,7 @@ def detect() -> ClusterEnvironment | None:
 
 
 def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_nodes: int) -> None:
-    """Check that the launcher started as many processes as the strategy needs.
-
-    Args:
-        num_processes: per node; None for a strategy of one process.
-        num_nodes: number of machines.
+    """Check that the launcher started as many processes as the strategy needs, per node; None for one of one process.
 
     Raises:
         ConfigError: it started another number.

@@ -16,13 +16,7 @@ from .workers import launch_workers
 
 
 def launch(cfg: DictConfig) -> Result:
-    """Run the configured job in as many processes as its strategy needs.
-
-    Args:
-        cfg: the resolved configuration; `run_dir` exists.
-
-    Returns:
-        The result. With several processes it is what rank 0 wrote.
+    """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote.
 
     Raises:
         ConfigError: an option can't be honoured.

@@ -79,11 +79,7 @@ class OneLoader:
 
 
 def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
-    """Choose how a batch is moved to the device.
-
-    Returns:
-        A function of (batch, dataloader_idx).
-    """
+    """Choose how a batch is moved to the device: a function of (batch, dataloader_idx)."""
     module, data = plan.module, plan.trainer.datamodule
     names = (*_TRANSFER_HOOKS, *("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook"))
     plain = (

@@ -118,13 +118,8 @@ class HookPlan:
         return (targets, in_module) if targets or in_module else None
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then of the module.
-
-        Args:
-            *args: arguments of the module's hook; callbacks receive trainer and module before them.
-
-        Returns:
-            The return value of the module's hook; None if the module does not override it.
+        """Call a hook of the callbacks, with trainer and module before its arguments, then of the module; return what
+        that returns.
         """
         work = self.work.get(name)
         if work is None:

@@ -60,11 +60,7 @@ def _backward(loss: Tensor) -> None:
 
 
 class PlainOptimizer:
-    """Steps and clears one of torch's optimizers.
-
-    Args:
-        optimizer: any optimizer; `steps_plainly` tells whether this class supports its methods.
-    """
+    """Steps and clears one of torch's optimizers, if `steps_plainly` says that it can."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer
@@ -111,12 +107,7 @@ _OF_STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step")
 
 
 class TrainStep:
-    """The lean training step; choices that do not change from step to step are made once.
-
-    Args:
-        automatic: Lightning's loop for automatic optimization, which owns the counters.
-        accumulation: weights of micro-batches.
-    """
+    """The lean training step; choices that do not change from step to step are made once."""
 
     optimizer: PlainOptimizer
 
@@ -158,10 +149,7 @@ class TrainStep:
         return self.is_lean and torch.is_grad_enabled()
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        """Run a step on one micro-batch.
-
-        Args:
-            stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
+        """Run a step on one micro-batch; only if it is `stepping`, the optimizer updates the parameters.
 
         Returns:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.

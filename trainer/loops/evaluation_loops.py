@@ -24,11 +24,7 @@ from .explained_errors import only_loaders_end
 
 
 class StepPlan:
-    """The lean steps of a validation, test or prediction loop, resolved once per run.
-
-    Args:
-        loop: Lightning's loop, with its data set up.
-    """
+    """The lean steps of a validation, test or prediction loop, with its data set up, resolved once per run."""
 
     def __init__(self, loop: Any) -> None:
         trainer, predicts = loop.trainer, isinstance(loop, _PredictionLoop)

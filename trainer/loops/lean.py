@@ -14,10 +14,7 @@ TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
 
 
 def is_lean(asked: bool | None) -> bool:
-    """Whether to take lean steps.
-
-    Args:
-        asked: the trainer's argument; None decides by the installed versions.
+    """Whether to take lean steps: as asked, or by the installed versions if None.
 
     Raises:
         ConfigError: the environment has the variable that once decided.

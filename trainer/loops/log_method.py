@@ -74,13 +74,8 @@ class LeanLog(ModuleLog):
             self._log_first(name, value, options, batch_size)
 
     def add(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> bool:
-        """Add a value to the slot of its key.
-
-        Args:
-            options: the other arguments of `log`, in its order and without `batch_size`.
-
-        Returns:
-            Whether there is a slot for it; if not, Lightning's own method must log it.
+        """Add a value to the slot of its key, if there is one; else Lightning's own method must log it. `options` are
+        the other arguments of `log`, in its order and without `batch_size`.
         """
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
@@ -97,14 +92,7 @@ class LeanLog(ModuleLog):
         )
 
     def add_collection(self, collection: MetricCollection, given: Mapping[str, Any]) -> bool:
-        """Log the metrics of a collection, if the last call with it took them all by slots.
-
-        Args:
-            given: the arguments of `log_dict` given by name, without `batch_size`.
-
-        Returns:
-            Whether it did.
-        """
+        """Log the metrics of a collection, if the last call with it took them all by slots; return whether it did."""
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
         results = connector.batch_results

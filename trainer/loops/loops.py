@@ -76,13 +76,7 @@ class LeanFitLoop(ResumingFitLoop):
 
 
 class LeanTrainingEpochLoop(_TrainingEpochLoop):
-    """The loop over the batches of a training epoch, which saves and resumes between two of them.
-
-    Args:
-        trainer: the trainer, with its lean logger connector already set.
-        min_steps: minimum number of optimizer steps.
-        max_steps: maximum number of optimizer steps; -1 for no limit.
-    """
+    """The loop over the batches of a training epoch, which saves and resumes between two of them."""
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)

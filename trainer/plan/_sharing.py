@@ -83,13 +83,10 @@ class Shards:
 
 
 def sharded(memory: StageMemory, shards: Shards) -> StageMemory:
-    """The memory of a rank that holds a shard of everything.
+    """The memory of a rank that holds a shard of everything, of a step whose parameters and gradients were in no peak.
 
     A part is gathered into a buffer, and from there into its parameters, while the buffer of the one before it is still
     there; in backward the next part's buffer is there already, and two copies of the part's gradients.
-
-    Args:
-        memory: of a step whose parameters and gradients were not counted in the peaks.
     """
     parameters, gradients, optimizer = (
         round(shards.part * size) for size in (memory.parameters, memory.gradients, memory.optimizer)

@@ -88,8 +88,7 @@ def verify_lengths(cfg: DictConfig) -> None:
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """The configuration of a short trial of one strategy, with the loader's batch as global batch for every strategy.
-    """
+    """The configuration of a short trial of one strategy; the loader's batch is the global one for all."""
     trial = short_config(cfg, folder)
     trial.strategy = strategy_options(cfg, name)
     if name == REFERENCE:
