@@ -44,10 +44,9 @@ from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explained_errors
-from .loops.lean import is_lean
+from .loops.hook_plan import TimedBar, is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
-from .loops.progress_bar import TimedBar
 
 OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None
 

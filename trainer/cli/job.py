@@ -84,8 +84,7 @@ def advise(cfg: DictConfig) -> None:
             f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
         )
     if cfg.mode == "compare":
-        from ..study.compare import compare_strategies
-        from ..study.comparison import show_comparison
+        from ..study.compare import compare_strategies, show_comparison
 
         show_comparison(compare_strategies(cfg), cfg.run_dir)
     else:

@@ -31,8 +31,7 @@ from ..config.instantiate import constructor, instantiate, module_and_data
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
-from .failure import Failure, is_stop, report
-from .log_file import run_log
+from .log_file import Failure, is_stop, report, run_log
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
 from .signals import graceful_stop, tell_stop
 from .tuning import with_batch_size, with_learning_rate

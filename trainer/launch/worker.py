@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...strategies.core.files import replacing
 from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
-from ..job.failure import Failure
+from ..job.log_file import Failure
 from ..job.result import WorkerError
 from ..job.run import Run
 from ..job.signals import Interrupted, stops_at_once

@@ -14,7 +14,7 @@ from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
 from ...strategies.data.torch_loader import next_of
-from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
+from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
 
 
 def fetch_unprofiled(fetcher: Any) -> None:

@@ -32,8 +32,8 @@ from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import batch_mover
-from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 from .accumulation import Accumulation
+from .hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 
 _OPTIMIZERS = [
     kind

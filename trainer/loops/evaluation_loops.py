@@ -19,8 +19,8 @@ from ...strategies.registry import contract_of, ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, batch_mover, fetch_unprofiled, to_cpu
-from ._hook_plan import HookPlan, may_be_lean
 from .explained_errors import only_loaders_end
+from .hook_plan import HookPlan, may_be_lean
 
 
 class StepPlan:

@@ -17,7 +17,7 @@ from ...strategies.core.patching import replaced
 from ...strategies.core.types import StaysOnRoot
 from ..logging.collections import LoggedCollection, shares_states
 from ..logging.connector import LeanLoggerConnector
-from ._hook_plan import MODULE
+from .hook_plan import MODULE
 
 _OPTIONS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",

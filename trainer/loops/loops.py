@@ -26,11 +26,11 @@ from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, fetch_unprofiled
-from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation, WeighedAutomaticOptimization
 from .evaluation_loops import LeanEvaluationLoop
 from .explained_errors import only_loaders_end
+from .hook_plan import HookPlan, may_be_lean
 
 TRAIN_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",

@@ -4,9 +4,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from ...strategies.pipeline.schedule import most_in_flight
-from ._sharing import StageMemory, in_flight, with_owner
 from ._simulation import Questions
-from ._topology import Topology
+from ._topology import StageMemory, Topology, in_flight, with_owner
 
 MAX_SAMPLES = 2**24
 """Upper limit of the search, in samples."""

@@ -27,7 +27,7 @@ from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
 from ._memory_tracker import Cross, MemoryTracker
-from ._sharing import Shards, StageMemory, sharded
+from ._topology import Shards, StageMemory, sharded
 
 Answer = TypeVar("Answer")
 

@@ -36,9 +36,8 @@ from ..job.result import write_json
 from ..study.compare import short_config
 from ..study.trial import Trial, run_trial
 from ._search import MemoryPlan, Tried, questions
-from ._sharing import Shards
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
+from ._topology import Shards, Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
 
 RECOMPUTE_TIME = {"never": 1.0, "except_last": 1.3, "always": 4 / 3}
 """Computing of a step in multiples of that without recomputing: a further forward pass, half as long as a backward."""

@@ -18,7 +18,7 @@ from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
 from evener.trainer.config.checks import annotations, verify_checkpoint_path, verify_options
-from evener.trainer.job.failure import error_sentence
+from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch
 
 MISTAKES = [
