@@ -6,12 +6,10 @@ May import: nothing else in the trainer.
 
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from .curves import Curves
-from .device_monitor import DeviceMonitor
-from .epoch_lines import EpochLines, LogEveryEpoch
+from .device_monitor import DeviceMonitor, SlowRank
+from .epochs import Curves, EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
-from .slow_rank import SlowRank
 from .start_up import ModuleSummary, StartUp
 from .step_times import RunSummary
 from .utilization import Utilization
@@ -20,18 +18,6 @@ LearningRate = LearningRateMonitor
 """The name of configurations of earlier versions."""
 
 __all__ = [
-    "Curves",
-    "DetectNonFinite",
-    "DeviceMonitor",
-    "EpochLines",
-    "GradientNorm",
-    "Histograms",
-    "LearningRate",
-    "LearningRateFinder",
-    "LogEveryEpoch",
-    "ModuleSummary",
-    "RunSummary",
-    "SlowRank",
-    "StartUp",
-    "Utilization",
-]
+    "Curves", "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
+    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "SlowRank", "StartUp", "Utilization",
+]  # fmt: skip

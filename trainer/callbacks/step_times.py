@@ -280,7 +280,8 @@ class RunSummary(pl.Callback):
 
 def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
     """Peak memory of every device of every process in MiB; every rank must call it."""
-    return gather(strategy, [peak_bytes(device) / MIB for device in process_devices(strategy)])
+    measured = map(peak_memory_bytes, process_devices(strategy))  # None for the CPU
+    return gather(strategy, [(peak_resident_bytes() if size is None else size) / MIB for size in measured])
 
 
 def gather(strategy: Strategy, values: list[float]) -> list[float]:
@@ -292,12 +293,6 @@ def gather(strategy: Strategy, values: list[float]) -> list[float]:
     places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
     gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
     return gathered.flatten().tolist()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Peak memory of a device in bytes; for the CPU the largest resident size of this process."""
-    measured = peak_memory_bytes(device)
-    return peak_resident_bytes() if measured is None else measured
 
 
 def peak_resident_bytes() -> int:

@@ -74,8 +74,11 @@ def class_name(kind: type) -> str:
 
 
 def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] = ()) -> dict[str, Any]:
-    """Bring back the hyperparameters of a checkpoint that belong to a module or datamodule, but for those `given` by
-    name. Returns a copy without their kinds; the signature of `owner` names the classes of enums and dataclasses.
+    """Return a checkpoint with the hyperparameters of a module or datamodule as they were, without their kinds.
+
+    Args:
+        owner: the class whose signature names the classes of enums and dataclasses.
+        given: names of hyperparameters that are given, in place of the checkpoint's.
     """
     key: str = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "")
     kinds = dict(checkpoint.get(KINDS) or ()) if isinstance(checkpoint.get(KINDS), Mapping) else {}

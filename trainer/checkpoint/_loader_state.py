@@ -258,8 +258,9 @@ class ResumableLoader(DataLoader[Any], Resumable):
             yield batch
 
     def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler, and skip the batches already taken; for workers each of the others comes with the place of
-        its first sample, or of the batch in a stream.
+        """Start the sampler, and skip the batches already taken.
+
+        For workers each of the others comes with the place of its first sample, or of the batch in a stream.
         """
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base) if self.num_workers else iter(base)

@@ -156,8 +156,9 @@ class MemorySnapshots:
 
 
 class _InMemory(VerifiedCheckpointIO):
-    """Writes checkpoints whose tensors are in files of their own; a state in host memory is copied there at once, and a
-    thread does what training need not wait for.
+    """Writes checkpoints whose tensors are in files of their own; a thread does what training need not wait for.
+
+    A state in host memory is copied to the file at once.
     """
 
     def __init__(self, directory: Path, on_host: bool) -> None:

@@ -118,7 +118,7 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     if key in GONE:
         return f"{key} is no longer there. {GONE[key]}"
     groups = source.groups()
-    chosen = [word for word in overrides if _chooses(word, groups)]
+    chosen = [word for word in overrides if word.partition("=")[0] in groups and "," not in word.partition("=")[2]]
     cfg: Any = source.compose(chosen, return_hydra=True)
     known = [*(key for key in _keys(cfg) if not key.startswith("hydra")), *groups]
     group, _, option = key.partition(".")
@@ -152,12 +152,6 @@ def _keys(options: Any, before: str = "") -> Iterator[str]:
         yield f"{before}{key}"
         if isinstance(value, dict):
             yield from _keys(value, f"{before}{key}.")
-
-
-def _chooses(word: str, groups: Iterable[str]) -> bool:
-    """Whether an override chooses one file of a group."""
-    name, _, value = word.partition("=")
-    return name in groups and "," not in value
 
 
 def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:

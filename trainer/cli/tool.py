@@ -11,6 +11,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -64,9 +65,7 @@ def main() -> None:
 
 
 def complete(words: list[str]) -> None:
-    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words; `words`
-    are `-sc` and what it asks for.
-    """
+    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words."""
     line = os.environ.get("COMP_LINE", "")
     if "install=" in " ".join(words):
         sys.argv = ["evener", *words]
@@ -139,19 +138,13 @@ def strategies() -> None:
 def env() -> None:
     """Print what a bug report needs."""
     lines = [("python", platform.python_version()), ("platform", platform.platform())]
-    lines += [(name, found) for name in PACKAGES if (found := version_of(name))]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            lines.append((name, version(name)))
     lines += [("cpus", str(os.cpu_count())), *devices()]
     shown = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
     lines += [(name, "(hidden)" if SECRET.search(name) else value) for name, value in shown]
     sys.stdout.write("\n".join(line for name, value in lines for line in entry(name, value)) + "\n")
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package; empty if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def devices() -> list[tuple[str, str]]:

@@ -197,9 +197,7 @@ def leave_out_defaults(cfg: DictConfig) -> None:
 
 
 def entries(group: str, options: Any) -> list[tuple[str, Any]]:
-    """List the objects of `callbacks` or `logger` as (key, options): several by name, or the single one that a
-    `_target_` makes.
-    """
+    """List the objects of `callbacks` or `logger` as (key, options): by name, or the one that a `_target_` makes."""
     if not options:
         return []
     if "_target_" in options:

@@ -58,8 +58,11 @@ def module_and_data(cfg: DictConfig) -> tuple[pl.LightningModule, pl.LightningDa
 
 
 def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: Any) -> pl.Trainer:
-    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved; `options`
-    replace the configured ones.
+    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved.
+
+    Args:
+        strategy: None for the configured one.
+        **options: replace the configured ones.
     """
     make = constructor("trainer", cfg.trainer)
     fixed = {**QUIET, "logger": False, "enable_checkpointing": False}

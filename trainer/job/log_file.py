@@ -186,8 +186,10 @@ def error_sentence(exc: Exception) -> str:
 
 
 def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
-    """Leave the frames of libraries out of a traceback, but for the innermost if there is no other; `rest` says where
-    they are.
+    """Leave the frames of libraries out of a traceback, but for the innermost if there is no other.
+
+    Args:
+        rest: where those frames are.
     """
     blocks: list[list[str]] = []  # a frame and the lines of its source, or a line of any other kind
     for line in trace.rstrip().splitlines():
@@ -211,8 +213,10 @@ def _is_librarys(block: list[str]) -> bool:
 
 
 def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
-    """Write a rank's failure to `train.log`, and return whether it is the run's first: that is also in `result.json`,
-    and mostly the reason of the others.
+    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+
+    Returns:
+        Whether this is the first failure; mostly it is the reason of the others.
     """
     is_first, told = True, None
     with suppress(OSError):  # a full disk must not hide the reason

@@ -211,9 +211,7 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
 
 
 def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
-    """Run the trainer in the configured mode; return the final metrics, and the path of the predictions if there are
-    any.
-    """
+    """Run the trainer in the configured mode; return the final metrics, and the path of predictions, if any."""
     trainer, module, data = parts.trainer, parts.module, parts.data
     if cfg.mode == "fit":
         return fit(parts, cfg, checkpoint), None

@@ -8,9 +8,7 @@ from rich.text import Text
 
 
 def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), folded: Collection[str] = ()) -> Table:
-    """Make a table of numbers, aligned to the right; columns of `text` to the left, and cells of `folded` ones may take
-    several lines.
-    """
+    """Make a table of numbers, aligned to the right; `text` to the left, `folded` also over several lines."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
         left = heading in text or heading in folded

@@ -24,9 +24,7 @@ from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE
 
 
 def work(cfg: DictConfig, folder: Path) -> None:
-    """Run one rank; the first that fails leaves its reason in the attempt's folder, and the command prints the last
-    attempt's.
-    """
+    """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's."""
     leave_in_time(cfg.launcher.shutdown_timeout_s)
     is_last = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
 

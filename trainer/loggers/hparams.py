@@ -15,8 +15,9 @@ _WORDS = {cls.__name__: word for word, cls in STRATEGIES.items()}
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
-    """Flatten the options that distinguish runs: those of module, data and strategy, the root keys that change
-    training, and all command-line overrides.
+    """Flatten the options that distinguish runs.
+
+    They are those of module, data and strategy, the root keys that change training, and all command-line overrides.
     """
     values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
     for group in GROUPS:
@@ -64,9 +65,7 @@ def shown(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
-    """Sort final metrics: the monitored one first, then those of test and validation; `own` prefixes, not the module's,
-    are omitted.
-    """
+    """Sort metrics, but for those with `own` prefixes: the monitored one first, then those of test and validation."""
     ranks = ("test", "val", "")
 
     def rank(name: str) -> tuple[bool, int]:

@@ -146,8 +146,10 @@ def open_files(loggers: list[Any]) -> None:
 
 
 def refresh_files(loggers: list[Any], trained: bool) -> None:
-    """Read what the processes that have ended wrote to the files of CSV loggers; if they `trained`, they decided about
-    earlier rows.
+    """Read what the processes that have ended wrote to the files of CSV loggers.
+
+    Args:
+        trained: whether the processes ran `fit`, and so decided about the rows of earlier runs.
     """
     for file in _files(loggers):
         file.refresh()

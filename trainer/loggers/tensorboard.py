@@ -36,19 +36,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         save_dir: directory of the event file.
         flush_secs: seconds between writes to the disk.
         log_graph: show the module's graph in the GRAPHS tab; the module must set `example_input_array`.
-        sub_runs: of configurations of earlier versions; must be False.
-
-    Raises:
-        ConfigError: `sub_runs` is True.
     """
 
-    def __init__(
-        self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False, sub_runs: bool = False
-    ) -> None:
-        if sub_runs:
-            raise ConfigError(
-                "logger.tensorboard.sub_runs is no longer supported: a run has one event file. Remove it."
-            )
+    def __init__(self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False) -> None:
         options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
         super().__init__(save_dir=str(save_dir), name="", version="", **options)
         self.differing: list[str] = []
@@ -156,9 +146,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
 
 def mark_differing(experiment: Any, differing: Collection[str]) -> None:
-    """Mark hyperparameters as differing between runs in torch's summary of an experiment, so that TensorBoard lists
-    them first.
-    """
+    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first."""
     plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
     for value in experiment.value:
         data = plugin_data.FromString(value.metadata.plugin_data.content)

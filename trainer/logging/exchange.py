@@ -295,9 +295,7 @@ def _reduce_together(shared: Iterable[Series], reduce: Any) -> None:
 
 
 def _fill_empty(results: LeanResults, logged: list[Logged], num: float) -> None:
-    """Show on ranks without samples what the others logged by step; all ranks, which have `num` samples, call it for
-    such a batch.
-    """
+    """Show on ranks without samples (`num` is 0) what the others logged by step; all call it for such a batch."""
     of_batch, own = {id(one.series) for one in logged}, dict[str, Sums]()
     all_series: Any = results.items()
     for key, series in all_series if num else ():

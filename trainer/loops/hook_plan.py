@@ -203,9 +203,7 @@ class HookPlan:
         return (targets, in_module) if targets or in_module else None
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, with trainer and module before its arguments, then of the module; return what
-        that returns.
-        """
+        """Call a hook of the callbacks, which get trainer and module first, then of the module; return its output."""
         work = self.work.get(name)
         if work is None:
             return None

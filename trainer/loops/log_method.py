@@ -74,8 +74,13 @@ class LeanLog(ModuleLog):
             self._log_first(name, value, options, batch_size)
 
     def add(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> bool:
-        """Add a value to the slot of its key, if there is one; else Lightning's own method must log it. `options` are
-        the other arguments of `log`, in its order and without `batch_size`.
+        """Add a value to the slot of its key.
+
+        Args:
+            options: the other arguments of `log`, in its order and without `batch_size`.
+
+        Returns:
+            Whether there is a slot for it; if not, Lightning's own method must log it.
         """
         fx: str = self.state["_current_fx_name"]
         connector = self.connector

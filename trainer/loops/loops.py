@@ -167,7 +167,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_between_batches`."""
+        """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_at`."""
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -187,7 +187,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if self.batch_progress.current.ready and (
             (self._stop is not None and self._stop.armed) or self.trainer._signal_connector.received_sigterm
         ):
-            fit_loop.stop_between_batches()
+            fit_loop.stop_at("between_batches")
         step, module = self._step, self.trainer.strategy._lightning_module
         if step is None or self._restarting or step.plan.module is not module:
             super().advance(data_fetcher)
@@ -299,9 +299,9 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             try:
                 super().on_advance_end(data_fetcher)
             except ValidationStopped:
-                self._fit_loop.stop_before_validation()
+                self._fit_loop.stop_at("before_validation")
             except SIGTERMException:  # raised by Lightning as its last action here
-                self._fit_loop.stop_between_batches()
+                self._fit_loop.stop_at("between_batches")
         elif self._stepping():
             if self._step.plan.strategy.lr_scheduler_configs:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)

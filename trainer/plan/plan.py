@@ -136,9 +136,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
 
 
 def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> Iterator[Tried]:
-    """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits the limit in
-    bytes.
-    """
+    """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits."""
     too_large: set[tuple[str, ...]] = set()
     for tried, options in choices(cfg, given, plan.loader_batch):
         spread = tuple(option for option in tried.options if not option.startswith("strategy.recompute="))
@@ -180,9 +178,7 @@ def measure(cfg: DictConfig, name: str) -> Trial:
 
 
 def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
-    """Run a simulated training that answers questions, which `ask` makes of the number of samples of the loader's
-    batch.
-    """
+    """Run a simulated training that answers questions, which depend on the samples of the loader's batch."""
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     simulated = SimulatedStrategy(
@@ -193,7 +189,7 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
         with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
-            looks = LambdaCallback(on_train_batch_end=looks_on)  # as those of a run, which get the step's output
+            looks = LambdaCallback(on_train_batch_end=lambda *_: None)  # pyright: ignore  # as a run's, which get outputs
             quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
     except Finished as answered:
         return answered.value
@@ -212,10 +208,6 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
     keeps, num = not options.reshard_after_forward, topology.num_shards
     return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
-
-
-def looks_on(*_: object) -> None:
-    """Do nothing at a batch's end."""
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:

@@ -299,8 +299,10 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
 
 
 def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """The configuration of a few measured steps in a folder: the same module, data, devices, precision, accumulation
-    and clipping, a probe as its only callback, and neither logger nor checkpoints.
+    """The configuration of a few measured steps, which write to a folder.
+
+    It has the same module, data, devices, precision, accumulation and clipping, a probe as its only callback, and
+    neither logger nor checkpoints.
     """
     short = cfg.copy()
     with open_dict(short):

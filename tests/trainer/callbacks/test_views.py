@@ -26,7 +26,7 @@ from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
-from evener.trainer.callbacks.curves import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
+from evener.trainer.callbacks.epochs import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
 from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
