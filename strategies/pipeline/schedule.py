@@ -18,6 +18,11 @@ class Task(NamedTuple):
     microbatch: int
     stage: int
 
+    def follows(self, num_stages: int) -> "Task | None":
+        """The task on another stage that has to be done before this one; None for the first in its direction."""
+        stage = self.stage - 1 if self.phase == "F" else self.stage + 1
+        return self._replace(stage=stage) if 0 <= stage < num_stages else None
+
 
 def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stage: int) -> list[Task]:
     """List the tasks of one stage, in order.
@@ -63,12 +68,25 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
     done: set[Task] = set()
     while any(orders):
         heads = [order for order in orders if order[0].phase == "F"]
-        ready = [order for order in heads if not order[0].stage or order[0]._replace(stage=order[0].stage - 1) in done]
+        ready = [order for order in heads if order[0].follows(num_stages) in {None, *done}]
         launched += [order.popleft() for order in ready]
         done.update(launched)
         if all(order[0].phase == "B" and order[0].microbatch == orders[0][0].microbatch for order in orders):
             launched.append([order.popleft() for order in orders][-1])
     return launched
+
+
+def timeline(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[list[Task]]:
+    """List, tick by tick, the tasks that run in parallel: each takes a tick, as soon as what it needs is done."""
+    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
+    done: set[Task] = set()
+    ticks: list[list[Task]] = []
+    while any(orders):
+        ticks.append([order[0] for order in orders if order and order[0].follows(num_stages) in {None, *done}])
+        for task in ticks[-1]:
+            orders[task.stage].popleft()
+        done.update(ticks[-1])
+    return ticks
 
 
 def most_in_flight(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[int]:

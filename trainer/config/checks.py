@@ -26,10 +26,7 @@ from ...strategies.registry import num_processes
 from .descriptions import all_options
 from .group_files import PACKAGE
 from .nearest import did_you_mean, nearest, verify_not_gone
-from .plain_values import NARROWER, verify_plain, whole
-
-SEARCHED = {"data.batch_size": "auto"}
-"""Keywords that are replaced before the class is constructed."""
+from .plain_values import NARROWER, SEARCHED, verify_plain, whole
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",
@@ -131,7 +128,6 @@ def verify_config(cfg: DictConfig) -> None:
     """
     verify_plain(cfg)
     options = plain(cfg)
-    verify_value("precision", whole(cfg.precision), annotations(pl.Trainer)["precision"][0])
     if cfg.resume not in (None, "last", "best", AUTO):
         verify_checkpoint_path(Path(cfg.resume))
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist

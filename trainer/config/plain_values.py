@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.options import Count, Limit, Natural, NotNegative, Positive, verify_value
+from ...strategies.core.options import Advice, Count, Limit, Natural, NotNegative, Positive, verify_value
 from .group_files import PACKAGE
 from .nearest import did_you_mean
 
@@ -22,13 +22,21 @@ def _or_null(hint: Any) -> Any:
     return hint | None
 
 
+PRECISIONS: TypeAlias = Literal[
+    "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true",
+    "64-true", "64", "32", "16", "bf16",
+]  # fmt: skip
+"""Lightning's words for `precision`."""
+
 ROOT: dict[str, Any] = {
     "name": str,
     "log_dir": str,
     "run_dir": str,
     "tags": list[str],
     "notes": str | None,
+    "devices": Annotated[int | str | list[int | str], Advice("Such as devices=2, devices=[cuda:0,cpu] or auto.")],
     "num_nodes": Count,
+    "precision": _or_null(Literal[64, 32, 16, PRECISIONS]),
     "seed": _or_null(Annotated[int, Limit(">=", 0), Limit("<", 2**32)]),  # numpy's limit
     "resume": str | None,
     "config": _or_null(Literal["run"]),
@@ -66,6 +74,12 @@ NARROWER: dict[str, Any] = {
 }
 """Options that take more or less than the annotations of their classes say."""
 
+SEARCHED = {"data.batch_size": "auto"}
+"""Keywords that are replaced before the class is constructed."""
+
+OWN = "evener."
+"""How the names of this package's classes begin."""
+
 OTHER_PRECISIONS = {
     "16-mixed": ("fp16", "float16", "half", "amp", "mixed"),
     "bf16-mixed": ("bfloat16",),
@@ -89,9 +103,11 @@ def verify_plain(cfg: DictConfig) -> None:
         given = _resolved(cfg, key)
         if meant := next((name for name, others in OTHER_PRECISIONS.items() if str(given).lower() in others), None):
             raise ConfigError(f"{key}={given} is unknown. Did you mean {meant}?")
-    of_trainer = {key for key in NARROWER if key.startswith("trainer.")} - {"trainer.devices"}  # which is the root's
-    for key, hint in {**ROOT, **{key: NARROWER[key] for key in sorted(of_trainer)}}.items():
-        if (value := _resolved(cfg, key)) is not ...:
+    for key, hint in {**ROOT, **NARROWER}.items():
+        group = key.partition(".")[0]
+        is_own = key.startswith(("data.", "module.")) and not str(_resolved(cfg, f"{group}._target_")).startswith(OWN)
+        value = _resolved(cfg, key)
+        if not is_own and value is not ... and SEARCHED.get(key, ...) != value:
             verify_value(key, whole(value), hint)
     for key in ("log_dir", "run_dir"):
         if _resolved(cfg, key) == "":

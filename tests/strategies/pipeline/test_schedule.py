@@ -1,27 +1,13 @@
 """The schedules, against tables drawn by hand."""
 
-from collections import deque
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
-from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, stage_order
+from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, stage_order, timeline
 
 BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
 SIZES = list(product(range(1, 7), range(1, 5)))
-
-
-def schedule(name: ScheduleName, num_microbatches: int, num_stages: int) -> Iterator[list[Task]]:
-    """Yield, tick by tick, the tasks that run in parallel: each stage's next one as soon as what it needs is done."""
-    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
-    done: set[Task] = set()
-    while any(orders):
-        tick = [order[0] for order in orders if order and needs(order[0], num_stages) <= done]
-        for task in tick:
-            orders[task.stage].popleft()
-        done.update(tick)
-        yield tick
 
 
 def needs(task: Task, num_stages: int) -> set[Task]:
@@ -32,7 +18,7 @@ def needs(task: Task, num_stages: int) -> set[Task]:
 
 
 def drawn(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[str]:
-    ticks = list(schedule(name, num_microbatches, num_stages))
+    ticks = timeline(name, num_microbatches, num_stages)
     cells = [{task.stage: f"{task.phase}{task.microbatch}" for task in tick} for tick in ticks]
     return [" ".join(cell.get(stage, ". ") for cell in cells) for stage in range(num_stages)]
 
@@ -96,7 +82,7 @@ def test_1f1b_equals_the_table(num_microbatches: int, num_stages: int, table: li
 
 
 def test_a_tick_lists_its_tasks_by_stage() -> None:
-    ticks = list(schedule("gpipe", 4, 2))
+    ticks = timeline("gpipe", 4, 2)
     assert ticks[1] == [Task("F", 1, 0), Task("F", 0, 1)]
     assert ticks[8] == [Task("B", 1, 0), Task("B", 0, 1)]
 
@@ -106,7 +92,7 @@ def test_a_tick_lists_its_tasks_by_stage() -> None:
 def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(
     num_microbatches: int, num_stages: int, name: ScheduleName
 ) -> None:
-    ticks = list(schedule(name, num_microbatches, num_stages))
+    ticks = timeline(name, num_microbatches, num_stages)
     tick_of = {task: tick for tick, tasks in enumerate(ticks) for task in tasks}
     assert len(ticks) == 2 * (num_microbatches + num_stages - 1)
     assert len(tick_of) == 2 * num_microbatches * num_stages

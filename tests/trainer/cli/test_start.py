@@ -46,6 +46,10 @@ def answer(*words: str, **env: str) -> str:
         (["mode=evaluate"], "mode=evaluate is unknown"),
         (["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
         (["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
+        (["precision=foo"], "precision=foo is not allowed. Give 64, 32, 16, transformer-engine"),
+        (["devices=1.5"], "devices=1.5 is not allowed. Give a whole number"),
+        (["data.batch_size=abc"], "data.batch_size=abc is not allowed. Give a whole number >= 1"),
+        (["module.lr=abc"], "module.lr=abc is not allowed. Give a number >= 0"),
         (["+lr=0.1"], "lr is read by nothing"),
     ],
 )

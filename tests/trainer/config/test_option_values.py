@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import pytorch_lightning as pl
@@ -18,6 +18,7 @@ from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
 from evener.trainer.config.checks import annotations, verify_checkpoint_path, verify_options
+from evener.trainer.config.plain_values import ROOT
 from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch
 
@@ -47,8 +48,8 @@ MISTAKES = [
     ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
     ("compile=maybe", r"compile=maybe is not allowed\. Give true or false\."),
     ("resume=true", r"resume=true is not allowed\. Give text or null\."),
-    ("devices=null", r"devices must be a count, a list or 'auto'; got None\. Give a count"),
-    ("devices=1.5", r"got 1\.5\. Give a count"),
+    ("devices=null", r"devices=null is not allowed\. Give a whole number, .* Such as devices=2"),
+    ("devices=1.5", r"devices=1\.5 is not allowed\. Give a whole number"),
     ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is not allowed\. Give a whole number >= 0\."),
     ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is not allowed\. Give a number > 0\."),
     ("device_memory_gb=0", r"device_memory_gb=0 is not allowed\. Give a number > 0 or null\."),
@@ -211,3 +212,10 @@ def test_a_full_disk_is_one_sentence() -> None:
         "The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
         "log_dir to another disk."
     )
+
+
+def test_precisions_that_are_allowed_before_torch_is_imported_are_lightnings() -> None:
+    def words(hint: Any) -> set[Any]:
+        return set().union(*map(words, get_args(hint))) or {hint}
+
+    assert words(ROOT["precision"]) == words(annotations(pl.Trainer)["precision"][0])
