@@ -23,7 +23,7 @@ from evener.strategies.data.shares import RankShares
 from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
 from evener.trainer.callbacks import RunSummary
-from evener.trainer.callbacks.batch_layout import batch_line
+from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.run import Parts, fit, write_predictions
 from evener.trainer.job.signals import handled

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..strategies.pipeline.schedule import timeline
-from .callbacks.curves import COLOURS, FAINT, INK
+from .callbacks.epochs import COLOURS, FAINT, INK
 
 WIDTH, LEFT, ROW, TOP = 1200, 100, 30, 40
 """Pixels: of the picture, of the names at its left, of a row, and of a title."""

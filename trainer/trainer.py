@@ -35,7 +35,7 @@ from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.distributed.process_exit import StopRequests
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
-from .callbacks.nonfinite import DetectNonFinite
+from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .checkpoint.clean_points import ExactCheckpoints
@@ -44,10 +44,9 @@ from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explained_errors
-from .loops.lean import is_lean
+from .loops.hook_plan import TimedBar, is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
-from .loops.progress_bar import TimedBar
 
 OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None
 

@@ -14,7 +14,7 @@ import evener.trainer
 import evener.trainer.cli.main
 import evener.trainer.cli.train
 import evener.trainer.job.run
-import evener.trainer.launch.workers
+import evener.trainer.launch.launcher
 import evener.trainer.trainer
 
 __all__ = ["evener", "preloaded_libraries", "pytest"]

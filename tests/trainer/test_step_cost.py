@@ -239,7 +239,7 @@ BOUNDS = {
 def test_a_step_costs_little_more_than_one_written_by_hand(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # pain 15
-    monkeypatch.setattr("evener.trainer.loops.progress_bar.REFRESH_S", 1e9)  # slow steps would refresh more often
+    monkeypatch.setattr("evener.trainer.loops.hook_plan.REFRESH_S", 1e9)  # slow steps would refresh more often
     by_hand_alone = calls_per_batch(BY_HAND.get(case, by_hand))
     ours, lightning = (calls_per_batch(CASES[case](trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
     assert ours - by_hand_alone <= BOUNDS[case]

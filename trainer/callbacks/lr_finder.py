@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.registry import ranks_of
-from .curves import Curve, draw
+from .epochs import Curve, draw
 
 log = logging.getLogger(__name__)
 

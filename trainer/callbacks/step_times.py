@@ -1,19 +1,38 @@
-"""Split the time of training steps into its parts, using the host's clock, and events for what a device computes."""
+"""Measure the time of training steps and its parts, by the host's clock and events of devices, and peaks of memory."""
 
+import resource
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from ...strategies.core.devices import is_accelerator, seconds_between, time_mark
+from ...strategies.batch.structure import num_samples
+from ...strategies.core.devices import (
+    is_accelerator,
+    peak_memory_bytes,
+    precise_dtype,
+    reset_peak_memory_bytes,
+    seconds_between,
+    time_mark,
+)
+from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import has_nan
+from ...strategies.registry import process_devices, ranks_of
 
 NS_PER_MS = 1e6
+MIB = 2**20
 
 PHASES: Sequence[str] = ("forward", "backward", "optimizer")
 
@@ -49,22 +68,19 @@ class DDPTimes:
         return cls(model, max(1, every * trainer.accumulate_grad_batches // SAMPLES_PER_POINT))
 
     def exposed_communication_ms(self) -> float | None:
-        """Milliseconds of gradient communication that did not overlap with backward, including waits for other ranks.
-
-        Returns:
-            None until torch has sampled a step.
-        """
-        data: dict[str, Any] = self._model._get_ddp_logging_data()
-        if "backward_comm_time" not in data:
-            return None
-        return max(0, int(data["backward_comm_time"]) - int(data["backward_compute_comm_overlap_time"])) / NS_PER_MS
+        """Milliseconds of gradient communication beside backward, including waits for other ranks."""
+        total, overlap = self._ms("backward_comm_time"), self._ms("backward_compute_comm_overlap_time")
+        return None if total is None or overlap is None else max(0.0, total - overlap)
 
     def own_compute_s(self) -> float | None:
         """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
+        forward, backward = self._ms("forward_compute_time"), self._ms("backward_compute_time")
+        return None if forward is None or backward is None else (forward + backward) / 1000
+
+    def _ms(self, name: str) -> float | None:
+        """Milliseconds of one of torch's figures; None until it has sampled a step."""
         data: dict[str, Any] = self._model._get_ddp_logging_data()
-        if "backward_compute_time" not in data:
-            return None
-        return (int(data["forward_compute_time"]) + int(data["backward_compute_time"])) / NS_PER_MS / 1000
+        return int(data[name]) / NS_PER_MS if name in data else None
 
 
 @dataclass(frozen=True)
@@ -139,14 +155,11 @@ class StepClock:
         self._phases_s[phase] += seconds_between(start, end)
 
     def read(self, num_steps: int, data_wait_s: float = 0.0) -> StepTimes | None:
-        """Read the means since the last reading, between two steps; waits for the device.
+        """Read the means since the last reading, between two steps; waits for the device. None if no time has passed.
 
         Args:
             num_steps: optimizer steps since then.
             data_wait_s: seconds of waiting for the loader since the start of training.
-
-        Returns:
-            The means; None if no time has passed.
         """
         while self._queued:
             self._add_oldest()
@@ -158,3 +171,146 @@ class StepClock:
         step_ms, wait_ms, *each_ms = (1000 * value / num_steps for value in (seconds, wait, *phases))
         phases_ms = dict(zip(PHASES, each_ms, strict=True))
         return StepTimes(step_ms, sum(each_ms), wait_ms, samples / seconds, phases_ms)
+
+
+class RunSummary(pl.Callback):
+    """Count training samples and training seconds, without validation: the one clock of a run, which others read.
+
+    At every log point the loggers get means per optimizer step since the last one: `speed/samples_per_s` over all
+    processes, and `speed/step_ms`, `speed/compute_ms`, `speed/data_wait_ms` (and, under DDP, `speed/communication_ms`)
+    of rank 0. Each step only reads the host's clock twice, without device synchronization or communication.
+
+    After `fit`, `samples_per_s`, `global_batch` (samples) and `peak_memory_mib` (per device) hold the figures over all
+    processes, and `diverged` tells whether the weights contain nan.
+    """
+
+    def __init__(self) -> None:
+        self.samples_per_s: float | None = None
+        self.global_batch: int | None = None
+        self.peak_memory_mib: list[float] = []
+        self.diverged = False
+        self.clock = StepClock()
+        """Of the steps; other callbacks may tell it of their phases."""
+        self.figures: dict[type, Callable[[StepTimes], dict[str, float]]] = {}
+        """What other callbacks, by class, make of the means at a log point; it is logged with them."""
+        self._own_samples = 0
+        self._first_batch = 0
+        self._last_step = 0
+        self._ddp_times: DDPTimes | None = None
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "RunSummary | None":
+        """The trainer's; None if it has none."""
+        return next((callback for callback in callbacks_of(trainer) if isinstance(callback, cls)), None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        reset_peaks(process_devices(trainer.strategy))
+        self.clock.measure_on(trainer.strategy.root_device)
+        self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._ddp_times = DDPTimes.of(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.clock.go()
+
+    @override
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.clock.enter("forward")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.clock.enter(None)
+        ranks = ranks_of(trainer.strategy)
+        share = None if ranks is None else ranks.contract.shares.current
+        # if the strategy does not define the samples of all processes, each is assumed to have as many
+        own, total = (int(share.num), int(share.total)) if share else (num_samples(batch) or 0, None)
+        self.clock.num_samples += own * trainer.world_size if total is None else total
+        self._own_samples += own
+        self._first_batch = self._first_batch or own
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+        if interval and step % interval == 0 and step != self._last_step and trainer.loggers:
+            self._log(trainer, step)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.clock.pause()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self.clock.go()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        clock, strategy = self.clock, trainer.strategy
+        clock.pause()
+        # collectives, after the last step
+        counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
+        samples, batch = strategy.reduce(counts, reduce_op="sum").tolist()
+        self.global_batch = batch or None
+        self.samples_per_s = samples / clock.seconds if samples and clock.seconds else None
+        self.peak_memory_mib = gather_peak_memory_mib(strategy)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # also of a run that was resumed after its end, and takes no step
+        self.diverged = trainer.strategy.reduce_boolean_decision(has_nan(pl_module), all=False)
+
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
+        """Log the means since the last log point; with accumulation, at the first batch of the step."""
+        wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
+        times = self.clock.read(step - self._last_step, wait_s)
+        self._last_step = step
+        if times is None:
+            return
+        values = {f"speed/{name}": getattr(times, name) for name in ("samples_per_s", "step_ms", "compute_ms")}
+        if wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
+            values["speed/data_wait_ms"] = times.data_wait_ms
+        if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
+            values["speed/communication_ms"] = exposed
+        for figures in self.figures.values():
+            values |= figures(times)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step - 1)
+
+
+def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
+    """Peak memory of every device of every process in MiB; every rank must call it."""
+    measured = map(peak_memory_bytes, process_devices(strategy))  # None for the CPU
+    return gather(strategy, [(peak_resident_bytes() if size is None else size) / MIB for size in measured])
+
+
+def gather(strategy: Strategy, values: list[float]) -> list[float]:
+    """Gather the values of all ranks in rank order; the list must have the same length on every rank."""
+    assert strategy.lightning_module is not None
+    trainer, device = strategy.lightning_module.trainer, strategy.root_device
+    places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
+    # a rank that sees no others has a number of its own all the same
+    places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
+    gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
+    return gathered.flatten().tolist()
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident size in bytes, since the last reset if the system supports resets (Linux)."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peaks(devices: Iterable[torch.device]) -> None:
+    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep.
+
+    That of the CPU is reset if the system supports it (Linux: proc_pid_clear_refs(5), value 5).
+    """
+    for device in devices:
+        reset_peak_memory_bytes(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

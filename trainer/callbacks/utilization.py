@@ -1,20 +1,26 @@
 """Log where a step's time goes, how many operations per second it computes, and which part of the peak that is."""
 
+import copy
 import logging
 import time
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
+from ...strategies.core.module_checks import metrics_of
+from ...strategies.core.types import Batch
 from ...strategies.registry import process_devices, processes_of
-from .flops import count_flops
-from .run_summary import RunSummary
-from .step_times import StepClock, StepTimes
+from .step_times import RunSummary, StepClock, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +104,7 @@ class Utilization(pl.Callback):
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Operations per second that a device reaches at most.
-
-    Args:
-        precision: the trainer's, `bf16-mixed` for example.
-    """
+    """Operations per second that a device reaches at most with a trainer's precision."""
     half = "16" in precision
     known = [peak for part, peak in HALF_PEAKS.items() if part in device_model(device)]
     if half and known:
@@ -120,3 +122,46 @@ def measured_peak(device: torch.device, dtype: torch.dtype, num_tries: int = 5) 
         (matrix @ matrix)[0, 0].item()
         best_s = min(best_s, time.perf_counter() - start)
     return 2 * MATMUL_SIZE**3 / best_s
+
+
+def count_flops(module: pl.LightningModule, batch: Batch) -> int:
+    """Count the operations of forward and backward for a batch, two for a multiplication with an addition.
+
+    The step runs once on fake tensors, which have shapes but no values, and on a copy of the module, which logs
+    nothing. Attention is counted as its matrix products, without what a fused kernel computes again, and without what
+    a causal mask leaves out.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Any] = {id(tensor): _leaf(mode, tensor) for tensor in (*module.parameters(), *module.buffers())}
+    shared = {id(value): value for value in (module._trainer, module._fabric) if value is not None}
+    counter = FlopCounterMode(display=False)
+    with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        fake = copy.deepcopy(module, {**fakes, **shared})
+        silence(fake)
+        with counter:
+            takes_index = is_param_in_hook_signature(fake.training_step, "batch_idx", min_args=2)
+            fake_batch = apply_to_collection(batch, Tensor, mode.from_tensor)
+            output = fake.training_step(fake_batch, *([0] if takes_index else []))
+            loss: Any = output["loss"] if isinstance(output, dict) else output
+            loss.backward()
+    return counter.get_total_flops()
+
+
+def silence(module: pl.LightningModule) -> None:
+    """Disable `self.log` and metrics: they read values, and need almost no memory or time."""
+    vars(module).update(log=_nothing, log_dict=_nothing)
+    for part in metrics_of(module):
+        vars(part).update(forward=_zero, update=_nothing)
+
+
+def _leaf(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    fake: Tensor = mode.from_tensor(tensor.detach())
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Replaces a function that has no effect on what is counted."""
+
+
+def _zero(*_: Any, **__: Any) -> Tensor:
+    return torch.zeros(())

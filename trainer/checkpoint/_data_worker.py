@@ -61,14 +61,11 @@ class Seeded:
 
 
 def _begin(by_main_thread: bool, then: Any, worker_id: int) -> None:
-    """Begin in a data worker: outlive signals, but not the rank.
+    """Begin in a data worker, which the rank's main thread may have started: outlive signals, but not the rank.
 
     SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
-    its rank along before that has saved. torch's own watchdog looks for the rank between two batches only.
-
-    Args:
-        by_main_thread: whether the rank's main thread has started it.
-        then: the loader's own `worker_init_fn`.
+    its rank along before that has saved. torch's own watchdog looks for the rank between two batches only. The loader's
+    own `worker_init_fn` is called `then`.
     """
     for signum in ASK_TO_STOP:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit

@@ -40,10 +40,9 @@ _T = TypeVar("_T")
 
 
 def described(value: Any) -> tuple[Any, str, Any] | None:
-    """Say what a value becomes in a checkpoint, its kind, and what else is needed to restore it.
+    """Say what a value becomes in a checkpoint, its kind, and what else is needed to restore it; None for other values.
 
-    Returns:
-        The value, perhaps with others inside that are not plain; its kind; the rest. None: it is not of these kinds.
+    What it becomes may have others inside that are not plain.
     """
     name = class_name(type(value))
     if isinstance(value, Container):
@@ -75,15 +74,11 @@ def class_name(kind: type) -> str:
 
 
 def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] = ()) -> dict[str, Any]:
-    """Bring back the hyperparameters of a checkpoint that belong to a module or datamodule.
+    """Return a checkpoint with the hyperparameters of a module or datamodule as they were, without their kinds.
 
     Args:
-        checkpoint: as it was read.
         owner: the class whose signature names the classes of enums and dataclasses.
         given: names of hyperparameters that are given, in place of the checkpoint's.
-
-    Returns:
-        A copy, without their kinds.
     """
     key: str = getattr(owner, "CHECKPOINT_HYPER_PARAMS_KEY", "")
     kinds = dict(checkpoint.get(KINDS) or ()) if isinstance(checkpoint.get(KINDS), Mapping) else {}

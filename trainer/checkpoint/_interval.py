@@ -47,9 +47,6 @@ class RunTimer(Timer):
 
     Lightning's adds that of the runs before: one that was stopped by it and goes on with the same `max_time` would stop
     again at once. Ranks ask rank 0 for its clock at a few batches, not at each.
-
-    Args:
-        timer: what Lightning has made of `max_time`.
     """
 
     def __init__(self, timer: Timer) -> None:

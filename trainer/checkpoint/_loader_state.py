@@ -35,10 +35,8 @@ _POSITION = {"position", "seed", "start", "generators"}
 def make_resumable(loader: Any, rank: int) -> Any:
     """Let a loader track its position: a DataLoader by changing the object's class to a subclass.
 
-    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it.
-
-    Returns:
-        The same loader; for an iterable that is no DataLoader, one that reads it.
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it. An iterable that is no
+    DataLoader is replaced by one that reads it.
     """
     if not isinstance(loader, (Stream, DataLoader)) and not hasattr(loader, "state_dict"):
         loader = _Reread(loader)
@@ -64,11 +62,7 @@ def is_resumable(loader: Any) -> bool:
 
 
 def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
-    """Refuse states that other loaders have saved.
-
-    Args:
-        loaders: those that have a state.
-        states: of a checkpoint, one per loader.
+    """Refuse states, one per loader that has one, that other loaders have saved.
 
     Raises:
         CheckpointError: the position of a loader can't be given to one with a state of its own, or the reverse; or it
@@ -264,10 +258,9 @@ class ResumableLoader(DataLoader[Any], Resumable):
             yield batch
 
     def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler and skip the batches already taken.
+        """Start the sampler, and skip the batches already taken.
 
-        Returns:
-            The other batches; for workers each with the place of its first sample, or of the batch in a stream.
+        For workers each of the others comes with the place of its first sample, or of the batch in a stream.
         """
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base) if self.num_workers else iter(base)

@@ -24,13 +24,7 @@ def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Configurations become dicts and lists, paths and enums strings, numpy values Python numbers and tensors. Of
     hyperparameters it is noted what they were (`_hparams.py`); one without a plain form (an object, a function) is
-    replaced by its string form, with a warning.
-
-    Args:
-        checkpoint: nested dicts, lists and tuples.
-
-    Returns:
-        A copy of the containers; tensors are shared, not copied.
+    replaced by its string form, with a warning. Containers are copied; tensors are shared.
 
     Raises:
         ConfigError: a value can't be converted; the message names it.

@@ -57,9 +57,8 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
 def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> None:
     """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run.
 
-    Args:
-        begins_epoch: go on with a new epoch, although the state is from before the last one's end: values and metrics
-            that are logged for an epoch begin anew.
+    If it begins an epoch, although the state is from before the last one's end, values and metrics that are logged for
+    an epoch begin anew.
     """
     module = trainer.lightning_module
     if begins_epoch:

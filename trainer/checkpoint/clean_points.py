@@ -108,23 +108,16 @@ class ResumingFitLoop(_FitLoop):
                 with self._at("between_batches"):
                     saver.take_snapshot(self.trainer)
 
-    def stop_between_batches(self) -> None:
+    def stop_at(self, point: Place) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
 
         Raises:
             SIGTERMException: after the checkpoint was written.
         """
-        if self._stops():
-            self._save_and_stop("between_batches")
-
-    def stop_before_validation(self) -> None:
-        """Save and stop where a signal has ended the validation after a batch, which comes again.
-
-        Raises:
-            SIGTERMException: after the checkpoint was written.
-        """
-        self.trainer.training = True
-        self._save_and_stop("before_validation")
+        if point == "before_validation":  # where a signal has ended the validation after a batch, which comes again
+            self.trainer.training = True
+        if point == "before_validation" or self._stops():
+            self._save_and_stop(point)
 
     def begin_epoch(self, data_fetcher: Any, restarting: bool) -> Place | None:
         """Begin to read an epoch, and return the point at which it was left if the run resumes within it."""
@@ -146,8 +139,7 @@ class ResumingFitLoop(_FitLoop):
         for saver in self._savers:
             if saver.due:
                 self._save(saver, "after_epoch")
-        if self._stops():
-            self._save_and_stop("after_epoch")
+        self.stop_at("after_epoch")
 
     def _stops(self) -> bool:
         """Whether to stop at this step; ranks decide together, between two batches."""
@@ -158,8 +150,7 @@ class ResumingFitLoop(_FitLoop):
     def agree_to_end(self, at_once: bool = False) -> None:
         """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
 
-        Args:
-            at_once: all are here, and wait for each other; without it they end here only if it is set on all.
+        `at_once`, where all are here and wait for each other; without it they end here only if it is set on all.
         """
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         if ranks is not None:

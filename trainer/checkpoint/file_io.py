@@ -75,13 +75,9 @@ class _HashedFile:
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint atomically: at any time `path` is either the old file or the new one.
+    """Write a checkpoint of plain data (`to_plain`) atomically: at any time `path` is the old file or the new one.
 
     The tensors of the old one are removed, if they are in a file of shards that no other checkpoint needs.
-
-    Args:
-        checkpoint: plain data (`to_plain`).
-        path: the file; missing directories are created.
 
     Raises:
         OSError: the disk is full, the directory is read-only, ...; an old file at `path` is intact.
@@ -116,10 +112,7 @@ def link(source: str | Path, path: str | Path) -> None:
 
 
 def verify(path: str | Path) -> bool:
-    """Compare a file with its digest.
-
-    Returns:
-        Whether the file has a digest; one written by torch or Lightning has none.
+    """Compare a file with its digest, and return whether it has one; one written by torch or Lightning has none.
 
     Raises:
         CheckpointError: the digest does not match.

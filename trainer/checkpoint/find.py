@@ -18,15 +18,9 @@ def newest_first(directory: str | Path, within: str = "**/") -> Iterator[Path]:
 
 
 def find_newest(directory: str | Path, beside: Path | None = None) -> Path | None:
-    """Find the newest valid checkpoint of an experiment.
+    """Find the newest valid checkpoint in a directory of runs, with all its subdirectories; None if there is none.
 
-    Args:
-        directory: searched with all its subdirectories, so it may hold several runs.
-        beside: a checkpoint elsewhere, which is taken if it is newer.
-
-    Returns:
-        The newest checkpoint that can be loaded, or None if there is none. An incomplete or corrupted file is skipped
-        with a warning.
+    One that is `beside` them is taken if it is newer. An incomplete or corrupted file is skipped with a warning.
     """
     found = next((path for path in newest_first(directory) if is_good(path)), None)
     if beside is None or not is_good(beside):
@@ -37,12 +31,8 @@ def find_newest(directory: str | Path, beside: Path | None = None) -> Path | Non
 def find_best(directory: str | Path) -> Path | None:
     """Find the best checkpoint of an experiment, by the metric that its newest run ranked its checkpoints by.
 
-    Args:
-        directory: searched with all its subdirectories, so it may hold several runs.
-
-    Returns:
-        The checkpoint that the newest one names as the best, if that can be loaded; that of an older one if not; or
-        None if none names any.
+    It is the one that the newest checkpoint below the directory names, if that can be loaded; that of an older one if
+    not; or None if none names any.
     """
     found = (_best_named_in(path) for path in newest_first(directory) if is_good(path))
     return next((path for path in found if path is not None), None)
@@ -58,10 +48,7 @@ def _best_named_in(path: Path) -> Path | None:
 
 
 def good_or_newest(path: str | Path) -> Path:
-    """Choose the checkpoint to resume from, given a path.
-
-    Returns:
-        `path`, or, with a warning, the newest valid checkpoint of its directory if `path` is incomplete or corrupted.
+    """Choose the checkpoint to resume from: a path, or, with a warning, the newest valid one beside a damaged one.
 
     Raises:
         CheckpointError: there is no valid checkpoint.

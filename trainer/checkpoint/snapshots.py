@@ -158,8 +158,7 @@ class MemorySnapshots:
 class _InMemory(VerifiedCheckpointIO):
     """Writes checkpoints whose tensors are in files of their own; a thread does what training need not wait for.
 
-    Args:
-        on_host: whether the state is in the host's memory, from which it is copied to the file at once.
+    A state in host memory is copied to the file at once.
     """
 
     def __init__(self, directory: Path, on_host: bool) -> None:

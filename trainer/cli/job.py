@@ -14,7 +14,7 @@ from ..job import tables
 from ..job.result import DIVERGED
 from ..job.run import Run
 from ..job.summary import show_summary
-from ..launch import cluster, membership
+from ..launch import cluster
 from .main import in_sweep
 from .train import ADVISORY_MODES, check, default_run_dir, inside_hydra, prepare, train
 
@@ -26,7 +26,7 @@ def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> 
     if started_by.global_rank() > 0:
         return follow(started_by)
     try:
-        sys.argv[1:] = membership.resolved_words(sys.argv[1:], started_by)
+        sys.argv[1:] = cluster.resolved_words(sys.argv[1:], started_by)
         if run_dir := cluster.earlier_run_dir(started_by):
             sys.argv.append(f"hydra.run.dir={run_dir}")
         run_hydra()
@@ -84,8 +84,7 @@ def advise(cfg: DictConfig) -> None:
             f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
         )
     if cfg.mode == "compare":
-        from ..study.compare import compare_strategies
-        from ..study.comparison import show_comparison
+        from ..study.compare import compare_strategies, show_comparison
 
         show_comparison(compare_strategies(cfg), cfg.run_dir)
     else:

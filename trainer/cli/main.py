@@ -30,11 +30,9 @@ from ...strategies.core.errors import ConfigError
 from ..config.group_files import PACKAGE, Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
-from ..launch.environment import environment
-from ..launch.run_lock import LOCK_FILE, locked
+from ..launch.environment import LOCK_FILE, environment, locked
 from ..study.sweep import show_unfinished
-from ._composition import composition_sentence
-from ._help import show_help
+from ._help import composition_sentence, show_help
 
 if TYPE_CHECKING:
     from pytorch_lightning.plugins.environments import ClusterEnvironment
@@ -214,7 +212,7 @@ def end(exc: Exception, source: Source = PACKAGE) -> NoReturn:
     sentence = str(exc) if isinstance(exc, (ConfigError, WorkerError)) else None
     sentence = sentence or composition_sentence(exc, source, overrides())
     if sentence is None:
-        from ..job.failure import error_sentence
+        from ..job.log_file import error_sentence
 
         sentence = error_sentence(exc)
     if (status := exc.status if isinstance(exc, WorkerError) else 1) == 1:

@@ -11,6 +11,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -68,11 +69,7 @@ def main() -> None:
 
 
 def complete(words: list[str]) -> None:
-    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words.
-
-    Args:
-        words: `-sc` and what it asks for, such as `query=bash`.
-    """
+    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words."""
     line = os.environ.get("COMP_LINE", "")
     if "install=" in " ".join(words):
         sys.argv = ["evener", *words]
@@ -85,11 +82,7 @@ def complete(words: list[str]) -> None:
 
 
 def train(words: list[str]) -> None:
-    """Run `train.py` of the current folder if it is this package's, otherwise the package's own configuration.
-
-    Args:
-        words: the rest of the command line.
-    """
+    """Run `train.py` of the current folder if it is this package's, otherwise the package's own configuration."""
     script = Path("train.py").absolute()
     if script.is_file() and "evener" in script.read_text(encoding="utf-8"):
         sys.argv = [str(script), *words]
@@ -128,11 +121,7 @@ def proof(words: list[str]) -> None:
 
 
 def new(folder: Path) -> None:
-    """Copy the template of a project.
-
-    Args:
-        folder: where to; its name becomes the name of the project's runs.
-    """
+    """Copy the template of a project into a folder, whose name becomes that of the project's runs."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         sys.exit(f"Error: {folder} exists already. Give the name of a new folder, such as evener new {folder}_2.")
     name = folder.absolute().name
@@ -167,19 +156,13 @@ def strategies() -> None:
 def env() -> None:
     """Print what a bug report needs."""
     lines = [("python", platform.python_version()), ("platform", platform.platform())]
-    lines += [(name, found) for name in PACKAGES if (found := version_of(name))]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            lines.append((name, version(name)))
     lines += [("cpus", str(os.cpu_count())), *devices()]
     shown = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
     lines += [(name, "(hidden)" if SECRET.search(name) else value) for name, value in shown]
     sys.stdout.write("\n".join(line for name, value in lines for line in entry(name, value)) + "\n")
-
-
-def version_of(package: str) -> str:
-    """The version of an installed package; empty if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def devices() -> list[tuple[str, str]]:

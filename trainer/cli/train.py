@@ -17,7 +17,7 @@ from ..job.earlier_run import module_of_run
 from ..job.result import Result
 from ..job.summary import show_summary
 from ..launch.launcher import launch
-from ._composition import composition_sentence, incomplete
+from ._help import composition_sentence, incomplete
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""

@@ -63,12 +63,7 @@ def group_notes(source: Source) -> dict[str, str]:
 
 
 def bases(source: Source, name: str) -> list[str]:
-    """The files that a file inherits by its defaults list, and those that they inherit.
-
-    Args:
-        source: where the configuration comes from.
-        name: such as `strategy/ddp`.
-    """
+    """The files that a file, such as `strategy/ddp`, inherits by its defaults list, and those that they inherit."""
     listed = (yaml.load(source.text(name), _Loader) or {}).get("defaults", [])
     named = (entry for entry in listed if isinstance(entry, str) and entry != "_self_")
     direct = [f"{name.rpartition('/')[0]}/{entry}" for entry in named]
@@ -100,12 +95,7 @@ def _above(lines: list[str], number: int) -> str:
 
 
 def all_options(source: Source, name: str) -> list[Option]:
-    """List a file's own options, then those that it inherits; each name once.
-
-    Args:
-        source: where the configuration comes from.
-        name: such as `strategy/ddp`.
-    """
+    """List a file's own options, then those that it inherits; each name once."""
     found: dict[str, Option] = {}
     for file in (name, *bases(source, name)):
         for option in options(source.text(file)):

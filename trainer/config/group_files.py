@@ -31,12 +31,7 @@ class Source:
     more: tuple[str, ...] = ()
 
     def compose(self, overrides: Sequence[str] = (), return_hydra: bool = False) -> DictConfig:
-        """Compose the root configuration, as the command line does.
-
-        Args:
-            overrides: such as `["strategy=ddp"]`.
-            return_hydra: whether to keep the node `hydra`.
-        """
+        """Compose the root configuration, as the command line does; `return_hydra` keeps the node `hydra`."""
         given = list(overrides)
         if self.more:
             given.append(f"hydra.searchpath=[{','.join([*self.more, *self._search_path()])}]")
@@ -75,14 +70,7 @@ class Source:
         return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
     def options(self, group: str, name: str) -> DictConfig:
-        """Compose one file of a group, with the bases in its defaults list.
-
-        Args:
-            group: such as `strategy`.
-
-        Returns:
-            Its options, interpolations unresolved.
-        """
+        """Compose one file of a group, with the bases in its defaults list; interpolations stay unresolved."""
         cfg = self.compose([f"{group}={name}"])
         options = OmegaConf.create(OmegaConf.to_container(cfg[group], resolve=False) or {})
         assert isinstance(options, DictConfig)

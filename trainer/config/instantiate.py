@@ -31,10 +31,7 @@ def constructor(key: str, options: Any) -> Callable[..., Any]:
 
 
 def instantiate(key: str, options: Any) -> Any:
-    """Instantiate the object of one config group.
-
-    Args:
-        options: `_target_` and its arguments.
+    """Instantiate the object of one config group from `_target_` and its arguments.
 
     Raises:
         ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.

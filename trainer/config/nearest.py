@@ -30,12 +30,6 @@ def verify_not_gone(name: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
-    """` Did you mean …?`, to be put behind a sentence; empty if no known name is like the given one.
-
-    Args:
-        name: what was given.
-        known: what exists.
-        before: what stands before the name, such as `mode=`.
-    """
+    """` Did you mean <before><name>?`, to be put behind a sentence; empty if no known name is like the given one."""
     found = nearest(name, known)
     return f" Did you mean {before}{found}?" if found else ""

@@ -1,17 +1,34 @@
-"""Write one log file per run, `train.log`, with each line once whatever the number of processes."""
+"""Write one log file per run, `train.log`, with each line once whatever the number of processes, and why a run failed.
 
+A failure is told in the log, in `result.json`, and shortly on the console.
+"""
+
+import errno
 import logging
+import os
+import re
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import DictConfig
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from ...strategies import ConfigError
+from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
+from ...strategies.distributed.options import UNUSED
+from ..config.checks import strategy_name
+from .result import FAILED, Result, environment
+from .signals import Interrupted
 
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
@@ -98,3 +115,156 @@ REDUNDANT = (
 
 def _is_needed(record: logging.LogRecord) -> bool:
     return not any(text in record.getMessage() for text in REDUNDANT)
+
+
+_FRAME = re.compile(r'(?P<margin>(?: +\| )?)  File "(?P<file>.+)", line \d+, in ')  # an ExceptionGroup has a margin
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run.
+
+    Args:
+        reason: one sentence, or the exception's name and text.
+        trace: the whole traceback; empty if the reason is a sentence for users.
+        refused: whether an option or the module can't be honoured.
+    """
+
+    rank: int
+    reason: str
+    trace: str = ""
+    refused: bool = False
+
+    @classmethod
+    def of(cls, exc: BaseException, rank: int) -> "Failure":
+        """Describe an exception; of a KeyboardInterrupt Lightning makes a SystemExit."""
+        if isinstance(exc, SystemExit) and isinstance(exc.__context__, KeyboardInterrupt):
+            exc = exc.__context__
+        sentence = sentence_of(exc)
+        if sentence is not None:
+            return cls(rank, sentence, refused=isinstance(exc, (ConfigError, MisconfigurationException)))
+        return cls(rank, _last_line(exc), "".join(traceback.format_exception(exc)))
+
+    @property
+    def short(self) -> str:
+        """The frames of the user's code and the reason; without traceback, the reason."""
+        return users_frames(self.trace) if self.trace else self.reason
+
+
+def _last_line(exc: BaseException) -> str:
+    """The exception's name and text; of a group also those of its exceptions."""
+    line = traceback.format_exception_only(exc)[-1 if isinstance(exc, SyntaxError) else 0].strip()
+    line = line.removeprefix("| ")
+    inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
+    return f"{line}: {'; '.join(map(_last_line, inner))}" if inner else line
+
+
+def is_stop(exc: BaseException) -> bool:
+    """Whether an exception answers a signal; others, a SystemExit included, are of the user's code."""
+    return isinstance(exc, (Interrupted, KeyboardInterrupt))  # Lightning's loops let no other KeyboardInterrupt through
+
+
+def sentence_of(exc: BaseException) -> str | None:
+    """The sentence for users that an error consists of; None for others, whose traceback is needed."""
+    if isinstance(exc, (ConfigError, MisconfigurationException)) or str(exc).startswith(UNUSED):
+        return str(exc)
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"The disk is full ({exc.strerror}); existing checkpoints are intact. Free some space, or set log_dir to "
+            "another disk."
+        )
+    return None
+
+
+def error_sentence(exc: Exception) -> str:
+    """Describe a user error in one sentence, and any other exception by the user's frames."""
+    if sentence := sentence_of(exc):
+        return sentence
+    if isinstance(exc, OSError) and exc.filename is not None:
+        return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
+    return users_frames("".join(traceback.format_exception(exc)))
+
+
+def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
+    """Leave the frames of libraries out of a traceback, but for the innermost if there is no other.
+
+    Args:
+        rest: where those frames are.
+    """
+    blocks: list[list[str]] = []  # a frame and the lines of its source, or a line of any other kind
+    for line in trace.rstrip().splitlines():
+        frame = _FRAME.match(blocks[-1][0]) if blocks else None
+        if frame is not None and line.startswith((f"{frame['margin']}    ", f"{frame['margin']}  [Previous line")):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    frames = [block for block in blocks if _FRAME.match(block[0])]
+    own = [block for block in frames if not _is_librarys(block)] or frames[-1:]
+    kept = [line for block in blocks if block not in frames or block in own for line in block]
+    left_out = len(frames) - len(own)
+    if left_out:
+        kept.append(f"({left_out} frames of libraries are left out; {rest}.)")
+    return "\n".join(kept)
+
+
+def _is_librarys(block: list[str]) -> bool:
+    frame = _FRAME.match(block[0])
+    return frame is not None and is_library(frame["file"])
+
+
+def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
+    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+
+    Returns:
+        Whether this is the first failure; mostly it is the reason of the others.
+    """
+    is_first, told = True, None
+    with suppress(OSError):  # a full disk must not hide the reason
+        is_first = _result(cfg, failure, num_processes).write_first()
+    with suppress(OSError, ValueError, TypeError):
+        told = None if is_first else Result.read(cfg.run_dir).reason
+    with suppress(OSError):
+        if is_first:
+            _log(cfg, f"rank {failure.rank} failed: {_in_full(failure)}")
+        elif told != failure.reason:
+            _log(cfg, f"rank {failure.rank} failed too: {failure.short}")
+    return is_first
+
+
+def report_killed(cfg: DictConfig, failure: Failure, num_processes: int) -> None:
+    """Write the failure of a rank that could not report it, which is the reason of those that others have reported."""
+    with suppress(OSError):
+        _result(cfg, failure, num_processes).write()
+        _log(cfg, f"rank {failure.rank} failed: {failure.reason}")
+
+
+def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
+    return Result(
+        mode=cfg.mode,
+        strategy=strategy_name(cfg),
+        devices=[],
+        num_processes=num_processes,
+        run_dir=cfg.run_dir,
+        monitor=cfg.monitor,
+        status=FAILED,
+        reason=failure.reason,
+        failed_rank=failure.rank,
+        refused=failure.refused,
+        failed_at=time.strftime("%Y-%m-%d %H:%M:%S"),
+        num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        environment=environment(()),
+    )
+
+
+def _in_full(failure: Failure) -> str:
+    """The user's frames first, then all."""
+    whole = failure.trace.rstrip()
+    short = users_frames(whole, rest="all follow")
+    return whole or failure.reason if short == whole else f"{short}\n\n{whole}"
+
+
+def _log(cfg: DictConfig, text: str) -> None:
+    """Append to the run's log, which handlers of rank 0 only write to."""
+    record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
+    with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
+        file.write(f"{logging.Formatter(FORMAT).format(record)}\n")

@@ -96,11 +96,7 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def write(self) -> Path:
-        """Write `result.json` into the run directory atomically.
-
-        Returns:
-            The file's path.
-        """
+        """Write `result.json` into the run directory atomically, and return its path."""
         from ...strategies.core.files import replacing  # here, as a command that only reads results needs no torch
 
         path = Path(self.run_dir) / RESULT_FILE
@@ -109,11 +105,7 @@ class Result:
         return path
 
     def write_first(self) -> bool:
-        """Write `result.json`, unless another rank of this start of the processes has done so.
-
-        Returns:
-            Whether this rank has written it.
-        """
+        """Write `result.json`, unless another rank of this start of the processes has; return whether this one did."""
         path = Path(self.run_dir) / RESULT_FILE
         claim = path.with_name(f".{RESULT_FILE}.{self.num_restarts}.tmp")
         try:
@@ -175,11 +167,7 @@ def short_path(path: str | None) -> str:
 
 
 def environment(devices: Iterable[Any]) -> dict[str, Any]:
-    """Versions, host, devices and git commit; for `result.json`.
-
-    Args:
-        devices: those of this process.
-    """
+    """Versions, host, git commit and the names of devices of this process; for `result.json`."""
     from ...strategies.core.devices import device_model  # here, as a command that only reads results needs no torch
 
     versions = {name: version(name) for name in ("evener", "torch", "pytorch-lightning")}

@@ -28,12 +28,10 @@ from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries
 from ..config.instantiate import constructor, instantiate, module_and_data
-from ..loggers.custom_scalars import OUR_OWN
 from ..loggers.hparams import hyperparameters, in_order, overridden
-from ..loggers.tensorboard import TensorBoardLogger
+from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
-from .failure import Failure, is_stop, report
-from .log_file import run_log
+from .log_file import Failure, is_stop, report, run_log
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
 from .signals import graceful_stop, tell_stop
 from .tuning import with_batch_size, with_learning_rate
@@ -213,11 +211,7 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
 
 
 def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
-    """Run the trainer in the configured mode.
-
-    Returns:
-        The final metrics by name, and the path of the predictions if there are any.
-    """
+    """Run the trainer in the configured mode; return the final metrics, and the path of predictions, if any."""
     trainer, module, data = parts.trainer, parts.module, parts.data
     if cfg.mode == "fit":
         return fit(parts, cfg, checkpoint), None

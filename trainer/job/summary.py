@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..callbacks.curves import NOT_THEIRS
+from ..callbacks.epochs import NOT_THEIRS
 from . import tables
 from .result import DIVERGED, Result, short_path
 

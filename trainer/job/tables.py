@@ -8,12 +8,7 @@ from rich.text import Text
 
 
 def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), folded: Collection[str] = ()) -> Table:
-    """Make a table of numbers, aligned to the right.
-
-    Args:
-        text: the headings of columns that are aligned to the left.
-        folded: those of columns whose cells may take several lines.
-    """
+    """Make a table of numbers, aligned to the right; `text` to the left, `folded` also over several lines."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
         left = heading in text or heading in folded
@@ -24,10 +19,8 @@ def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), f
 def show(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> None:
     """Print a table, if there is one, and lines below it that are not wrapped.
 
-    A table without folded columns is printed whole, however narrow the console is.
-
-    Args:
-        width: of one with folded columns, in characters, if the output is not a terminal.
+    A table without folded columns is printed whole, however narrow the console is; one with them is `width` characters
+    wide if the output is not a terminal.
     """
     console = Console()
     if table is not None:

@@ -51,18 +51,10 @@ def find_batch_size(
     make_data: Callable[[int], pl.LightningDataModule],
     make_trainer: Callable[..., pl.Trainer],
 ) -> int:
-    """Find the largest batch size for which training steps fit into memory.
+    """Find the largest batch size, in samples, for which training steps fit into memory.
 
-    Every attempt has a module, data and trainer of its own, and the random state is restored, so that the run that
-    follows is not affected.
-
-    Args:
-        make_module: returns a new module.
-        make_data: returns new data with batches of the given size in samples.
-        make_trainer: returns a new trainer of one process that writes nothing; takes further keyword arguments.
-
-    Returns:
-        Samples per batch.
+    Every attempt has a module, data (of that size) and trainer (of one process, which writes nothing) of its own, and
+    the random state is restored, so that the run that follows is not affected.
 
     Raises:
         ConfigError: a batch of one sample does not fit.
@@ -87,14 +79,10 @@ def find_batch_size(
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Find the largest batch size that fits, assuming that all smaller ones fit too.
+    """Find the largest batch size up to a limit that fits, assuming that all smaller ones fit too.
 
     Doubles until a size does not fit, then bisects, and confirms the result by a second attempt; if that fails
     because memory is fragmented, a smaller size is tried.
-
-    Args:
-        fits: whether a number of samples fits.
-        limit: the largest number to try.
 
     Raises:
         ConfigError: a batch of one sample does not fit.

@@ -1,5 +1,5 @@
 """Start the processes of a run, or detect that a launcher has started them.
 
-Exports: launcher, environment, cluster, membership, run_lock, worker, workers.
+Exports: launcher, environment, cluster, worker.
 May import: job, config.
 """

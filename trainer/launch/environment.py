@@ -1,9 +1,16 @@
-"""Set environment variables of worker processes, and name the files that they leave."""
+"""Set environment variables of worker processes, name the files that they leave, and lock the run directory."""
 
+import errno
+import fcntl
 import os
+import socket
 import sys
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+from ...strategies.core.errors import ConfigError
 
 PARENT = "EVENER_PARENT_PID"
 """Environment variable that holds the process id of a worker's parent."""
@@ -31,3 +38,43 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 def importable() -> str:
     """This process's module search path, so that its children find the modules next to the user's `train.py`, too."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
+LOCK_FILE = ".lock"
+"""The file in a run directory that says who uses it."""
+
+_HELD = set[Path]()
+"""The directories that this process has."""
+
+
+@contextmanager
+def locked(run_dir: Path) -> Generator[None]:
+    """Have the run directory to oneself inside the block. The system releases it with the process, however that ends.
+
+    Raises:
+        ConfigError: another command has it.
+    """
+    path = run_dir.absolute() / LOCK_FILE
+    if path in _HELD:
+        yield
+        return
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise ConfigError(
+                    f"run_dir={run_dir} is in use by {file.read() or 'another command'}. Wait for its end, or give "
+                    "another directory (hydra.run.dir)."
+                ) from exc
+            # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        _HELD.add(path)
+        try:
+            yield
+        finally:
+            _HELD.remove(path)
+            path.unlink(missing_ok=True)

@@ -1,28 +1,42 @@
-"""Run a job in every process: in this one, in workers that it starts, or as a rank of an external launcher."""
+"""Run a job in every process: in this one, in workers that it starts and watches, or as a rank of a launcher.
 
+Workers are started anew after a failure; why a run has failed is reported.
+"""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from ...strategies import ConfigError
-from ..config.checks import LaunchPlan
-from ..job.log_file import run_log
-from ..job.result import Result, discard_result
-from ..job.run import Run
-from . import cluster
-from .run_lock import locked
-from .workers import launch_workers
+from ...strategies.core.files import scratch_directory
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking
+from ...strategies.distributed.processes import Process, RankProcesses, status_of
+from ...strategies.distributed.store import hosted_store
+from ..config.checks import AUTO, LaunchPlan
+from ..job.log_file import Failure, report_killed, run_log
+from ..job.result import Result, WorkerError, discard_result
+from ..job.run import Run, keep_snapshot
+from ..job.signals import Interrupted, handled, loss, tell_stop
+from . import cluster, worker
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE, environment, importable, locked
 
 
 def launch(cfg: DictConfig) -> Result:
-    """Run the configured job in as many processes as its strategy needs.
-
-    Args:
-        cfg: the resolved configuration; `run_dir` exists.
-
-    Returns:
-        The result. With several processes it is what rank 0 wrote.
+    """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote.
 
     Raises:
         ConfigError: an option can't be honoured.
@@ -54,3 +68,208 @@ def launch(cfg: DictConfig) -> Result:
             return Run(cfg).execute()
         with run_log(cfg.run_dir):
             return launch_workers(cfg, plan)
+
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+
+END_S = 30.0
+"""Seconds that the others have to end after a worker has failed."""
+
+
+def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
+    """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
+
+    Raises:
+        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
+    """
+    while True:
+        num_processes = plan.num_processes
+        assert num_processes is not None
+        try:
+            return _launch(cfg, num_processes, can_fork(plan))
+        except WorkerError as exc:
+            least = cfg.launcher.min_processes
+            if exc.rank is None or least is None or num_processes <= least:
+                raise
+            cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
+            plan = LaunchPlan.of(cfg)
+            discard_result(cfg.run_dir)  # in which ranks see who was the first to fail
+            logger.warning(
+                "rank %d failed for good (%s): going on with %d processes, devices=%s.",
+                exc.rank, exc, plan.num_processes, cfg.devices,
+            )  # fmt: skip
+        finally:
+            keep_snapshot(cfg)
+
+
+def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], each: int) -> DictConfig:
+    """Return the configuration with which the other ranks, of `each` devices, go on from the newest checkpoint."""
+    left = [*devices[: rank * each], *devices[(rank + 1) * each :]]
+    given = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
+    changes = OmegaConf.create({"devices": given, "resume": AUTO})
+    merged = OmegaConf.merge(cfg, changes, {"trainer": {"devices": given}} if "devices" in cfg.trainer else {})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def can_fork(plan: LaunchPlan) -> bool:
+    """Whether workers may be forked from this process, which has imported everything; else they start Python anew.
+
+    A forked process can't use an accelerator that its parent has touched, and macOS's libraries don't survive a fork.
+    """
+    return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
+
+
+def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
+    """Run the workers, and tell how they ended."""
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
+    variables = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as under torchrun
+        PARENT: str(os.getpid()),
+        "PYTHONPATH": importable(),
+    }
+    with scratch_directory() as scratch, environment(variables):
+        workers = Workers(cfg, num_processes, scratch, forks)
+        with handled(workers.hear) as workers.requests:
+            failed = workers.run()
+        if workers.requests.signum is not None:
+            raise stopped(workers, cfg, signal.Signals(workers.requests.signum))
+        if failed is not None:
+            raise explain(workers, cfg, failed)
+    return Result.read(cfg.run_dir)
+
+
+class Workers(RankProcesses):
+    """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
+
+    Args:
+        cfg: the resolved configuration.
+        scratch: a directory for what they leave, by attempt.
+        forks: whether they are forked from this process.
+
+    Attributes:
+        folder: what those of the last attempt leave.
+        processes: its processes, one per rank.
+        requests: what signals have asked for.
+        ended_at_once: whether the workers were ended at once.
+    """
+
+    def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
+        super().__init__(cfg.launcher.monitor_interval_s, END_S)
+        self.num_processes, self.folder = num_processes, scratch
+        self.requests = StopRequests()
+        self.ended_at_once = False
+        self._cfg, self._scratch, self._forks = cfg, scratch, forks
+
+    def run(self) -> int | None:
+        """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
+
+        Returns:
+            The rank that failed first, in the last attempt; None if none did.
+        """
+        failed = None
+        if not self._forks:
+            (self._scratch / CONFIG_FILE).write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
+        for attempt in range(self._cfg.launcher.max_restarts + 1):
+            self.folder = self._scratch / str(attempt)
+            self.folder.mkdir()
+            with hosted_store() as place:
+                try:
+                    self._start(attempt, place)
+                    failed = self.join(lambda: self.requests.signum is not None)
+                finally:
+                    self.end(signal.SIGKILL)
+            # one that a signal to it has stopped has stopped the others
+            if failed is None or self.requests.signum is not None or is_stop(status_of(self.processes[failed])):
+                break
+        return failed
+
+    def _start(self, attempt: int, place: Mapping[str, str]) -> None:
+        ranks = {
+            "WORLD_SIZE": self.num_processes, "LOCAL_WORLD_SIZE": self.num_processes, "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._cfg.launcher.max_restarts,
+        }  # fmt: skip
+        variables = {**place, **{name: str(value) for name, value in ranks.items()}}
+        self.processes, self._deadline_s = [], math.inf
+        # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
+        try:
+            with forking() if self._forks else nullcontext():
+                for rank in map(str, range(self.num_processes)):
+                    self.processes.append(self._start_one({**variables, "RANK": rank, "LOCAL_RANK": rank}))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self.requests.signum is not None:
+            self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
+
+    def _start_one(self, variables: dict[str, str]) -> Process:
+        if self._forks:
+            arguments = (self._cfg, self.folder, variables)
+            process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
+            process.start()
+            return process
+        words = [sys.executable, "-m", worker.__name__, str(self._scratch / CONFIG_FILE), str(self.folder)]
+        return subprocess.Popen(words, env={**os.environ, **variables})
+
+    @override
+    def _failed(self) -> int | None:
+        failed = (rank for rank, process in enumerate(self.processes) if status_of(process))
+        return min(failed, key=self.has_ended, default=None)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has ended in order, and not by a signal or `os._exit`."""
+        return (self.folder / ENDED_FILE.format(rank)).exists()
+
+    def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
+        """Pass a signal on."""
+        if answer == "at once":
+            self.ended_at_once = True
+            self.end(signal.SIGKILL)
+        elif answer == "first":
+            self.end(signum, self._cfg.launcher.shutdown_timeout_s)
+
+
+def is_stop(status: int | None) -> bool:
+    """Whether a process has ended in order because a signal asked it to."""
+    return status in [128 + signum for signum in ASK_TO_STOP]
+
+
+def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
+    """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
+    ended = Interrupted(signum, begun=workers.has_ended(0))  # rank 0 has told the rest
+    if workers.ended_at_once and not ended.begun:
+        logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
+    elif (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
+        reason = (
+            f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
+            f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
+            "more seconds."
+        )
+        report_killed(cfg, Failure(0, reason), workers.num_processes)
+        return WorkerError(reason)
+    else:
+        tell_stop(ended)
+    return ended
+
+
+def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
+    """Tell why a rank has failed: a ConfigError, or rank and reason of the first failure that was reported."""
+    process = workers.processes[rank]
+    status = status_of(process) or 0
+    if is_stop(status):
+        return Interrupted(status - 128)
+    told = workers.folder / FAILURE_FILE
+    if not (workers.has_ended(rank) and told.exists()):
+        how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        killed = Failure(rank, f"{how} (process {process.pid})")
+        report_killed(cfg, killed, workers.num_processes)
+        return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
+    first = Failure(**json.loads(told.read_text(encoding="utf-8")))
+    if first.refused:
+        return ConfigError(first.reason)
+    own = status_of(workers.processes[first.rank]) or 0  # another's may have been seen first
+    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, own if own > 0 else status)

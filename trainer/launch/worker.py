@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...strategies.core.files import replacing
 from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
-from ..job.failure import Failure
+from ..job.log_file import Failure
 from ..job.result import WorkerError
 from ..job.run import Run
 from ..job.signals import Interrupted, stops_at_once
@@ -24,12 +24,7 @@ from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE
 
 
 def work(cfg: DictConfig, folder: Path) -> None:
-    """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's.
-
-    Args:
-        cfg: the resolved configuration.
-        folder: what the command reads of this attempt.
-    """
+    """Run one rank; the first that fails leaves its reason for the command, which prints the last attempt's."""
     leave_in_time(cfg.launcher.shutdown_timeout_s)
     is_last = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
@@ -77,11 +72,6 @@ def begin() -> None:
 
 def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str]) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
-
-    Args:
-        cfg: the resolved configuration.
-        folder: what the command reads of this attempt.
-        variables: the rank's environment.
 
     Raises:
         SystemExit: the rank failed; its status.

@@ -1,10 +1,10 @@
 """Provide the loggers that write a run's files, and the contents of TensorBoard's tabs.
 
-Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; journal, csv, hparams, custom_scalars.
+Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; journal, hparams, tensorboard.
 May import: nothing else in the trainer.
 """
 
-from .csv import CSVLogger
+from .journal import CSVLogger
 from .tensorboard import TensorBoardLogger
 from .trackers import CometLogger, MLFlowLogger, WandbLogger
 

@@ -15,11 +15,9 @@ _WORDS = {cls.__name__: word for word, cls in STRATEGIES.items()}
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
-    """Flatten the options that distinguish runs: those of module, data and strategy, the root keys that change
-    training, and all command-line overrides.
+    """Flatten the options that distinguish runs.
 
-    Args:
-        cfg: the resolved configuration.
+    They are those of module, data and strategy, the root keys that change training, and all command-line overrides.
     """
     values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
     for group in GROUPS:
@@ -67,13 +65,7 @@ def shown(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
-    """Sort metrics: the monitored one first, then those of test and validation.
-
-    Args:
-        metrics: final values by name.
-        first: the monitored metric.
-        own: prefixes of names that are not metrics of the module; these are omitted.
-    """
+    """Sort metrics, but for those with `own` prefixes: the monitored one first, then those of test and validation."""
     ranks = ("test", "val", "")
 
     def rank(name: str) -> tuple[bool, int]:

@@ -1,9 +1,10 @@
 """Log to TensorBoard: one event stream per run, in the run directory."""
 
+import re
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
@@ -19,7 +20,6 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.options import Count
-from .custom_scalars import Layout, layout, with_data
 from .hparams import shown, without_repetition
 
 _HEADER, _FOOTER_BYTES = struct.Struct("<QI"), 4
@@ -36,19 +36,9 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         save_dir: directory of the event file.
         flush_secs: seconds between writes to the disk.
         log_graph: show the module's graph in the GRAPHS tab; the module must set `example_input_array`.
-        sub_runs: of configurations of earlier versions; must be False.
-
-    Raises:
-        ConfigError: `sub_runs` is True.
     """
 
-    def __init__(
-        self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False, sub_runs: bool = False
-    ) -> None:
-        if sub_runs:
-            raise ConfigError(
-                "logger.tensorboard.sub_runs is no longer supported: a run has one event file. Remove it."
-            )
+    def __init__(self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False) -> None:
         options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
         super().__init__(save_dir=str(save_dir), name="", version="", **options)
         self.differing: list[str] = []
@@ -103,21 +93,12 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_text(self, name: str, text: str) -> None:
-        """Show preformatted text in the TEXT tab.
-
-        Args:
-            name: the title.
-            text: the lines.
-        """
+        """Show preformatted text under a title in the TEXT tab."""
         self.experiment.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))
 
     @rank_zero_only
     def log_layout(self, monitor: str | None) -> None:
-        """Arrange the charts of the CUSTOM SCALARS tab, each as soon as one of its tags is logged.
-
-        Args:
-            monitor: the metric that decides which checkpoint is best.
-        """
+        """Arrange the charts of the CUSTOM SCALARS tab, each as soon as one of its tags is logged."""
         self._layout = layout(monitor)
         self._add_charts(())
 
@@ -131,11 +112,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_final_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Write the HPARAMS tab: the hyperparameters and the final metrics.
-
-        Args:
-            metrics: final values by their logged names.
-        """
+        """Write the HPARAMS tab: the hyperparameters and the final metrics."""
         values = shown(without_repetition(cast("dict[str, Any]", self.hparams)))
         experiment, start, end = hparams(values, dict(metrics))
         mark_differing(experiment, shown(dict.fromkeys(["strategy/_target_", *self.differing])))
@@ -169,12 +146,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
 
 def mark_differing(experiment: Any, differing: Collection[str]) -> None:
-    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first.
-
-    Args:
-        experiment: torch's summary of an experiment; modified in place.
-        differing: names of the hyperparameters.
-    """
+    """Mark hyperparameters as differing between runs, so that TensorBoard lists them first."""
     plugin_data: Any = getattr(plugin_data_pb2, "HParamsPluginData")  # noqa: B009  # made at run time
     for value in experiment.value:
         data = plugin_data.FromString(value.metadata.plugin_data.content)
@@ -225,3 +197,65 @@ def end_of_records(file: Any) -> int:
         if following > size or check != masked_crc32c(header[:8]):
             return end
         end = following
+
+
+Layout: TypeAlias = dict[str, dict[str, list[Any]]]
+"""Category → chart → [`Multiline`, regular expressions of tags], the argument of `SummaryWriter.add_custom_scalars`."""
+
+OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
+"""Prefixes of tags that are not metrics of the module."""
+
+STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/communication_ms"]
+
+
+def layout(monitor: str | None) -> Layout:
+    """Arrange all charts that there can be; `with_data` selects those to show.
+
+    The module's tags, which are not known in advance, are classified by name: those that contain `loss` are losses; the
+    monitored metric, which decides which checkpoint is best, gets a chart of its own.
+    """
+    not_ours = f"(?i)(?!{'|'.join(OUR_OWN)}|epoch$)"
+    metrics: dict[str, list[Any]] = {
+        "loss": lines(not_ours + ".*loss"),
+        "metrics": lines(not_ours + "(?!.*loss)"),
+    }
+    if monitor:
+        metrics[f"monitored: {monitor}"] = lines(exactly(monitor))
+    return {
+        "Loss and metrics": metrics,
+        "Speed": {
+            "samples per second": lines(exactly("speed/samples_per_s")),
+            "step time in ms": lines(*map(exactly, STEP_TIME)),
+        },
+        "Devices": {
+            "share of the batch": lines(r"balance/share_\d+$"),
+            "time in s": lines(r"balance/time_s_\d+$"),
+            "peak memory in MiB": lines(r"device/peak_memory_mib_\d+$"),
+            "balance efficiency": lines(exactly("balance/efficiency")),
+        },
+        "Optimizer": {
+            "learning rate": lines(r"lr-"),
+            "gradient norm": lines(r"gradient/norm"),
+        },
+    }
+
+
+def with_data(charts: Layout, tags: Collection[str]) -> Layout:
+    """Select the charts that have at least one line, and the categories that have charts left."""
+    chosen = {
+        category: {
+            title: chart for title, chart in of_category.items() if any(re.match(e, t) for e in chart[1] for t in tags)
+        }
+        for category, of_category in charts.items()
+    }
+    return {category: of_category for category, of_category in chosen.items() if of_category}
+
+
+def lines(*expressions: str) -> list[Any]:
+    """A chart with one line per tag that matches one of the regular expressions from its start."""
+    return ["Multiline", list(expressions)]
+
+
+def exactly(tag: str) -> str:
+    """A regular expression that matches one tag exactly."""
+    return f"{tag.replace('.', '[.]')}$"

@@ -98,11 +98,7 @@ class LeanLoggerConnector(_LoggerConnector):
             self._weightless.receiver = self._weightless = None
 
     def log_train_step(self, num_steps: int) -> None:
-        """Send a step's values to the loggers every `log_every_n_steps` steps.
-
-        Args:
-            num_steps: number of batches that stepped the optimizer, including this one.
-        """
+        """Send a step's values to the loggers every `log_every_n_steps` of the batches that stepped the optimizer."""
         trainer: Any = self.trainer
         every = trainer.log_every_n_steps
         if (every and (num_steps % every == 0 or trainer.should_stop)) or trainer.fast_dev_run:

@@ -113,11 +113,7 @@ class Exchange:
         results.pending = []
 
     def keep_step(self, results: LeanResults, step: int) -> None:
-        """Keep the step values of the batch that `end_evaluated` has ended.
-
-        Args:
-            step: for the loggers.
-        """
+        """Keep the step values, for the loggers' step, of the batch that `end_evaluated` has ended."""
         kept, steps = Kept(), results.metric_steps
         for _, series in results.current():
             if series.on_step and (series.meta.logger or series.meta.prog_bar):
@@ -299,11 +295,7 @@ def _reduce_together(shared: Iterable[Series], reduce: Any) -> None:
 
 
 def _fill_empty(results: LeanResults, logged: list[Logged], num: float) -> None:
-    """Show on ranks without samples what the others logged by step; all ranks call it for such a batch.
-
-    Args:
-        num: samples of this rank.
-    """
+    """Show on ranks without samples (`num` is 0) what the others logged by step; all call it for such a batch."""
     of_batch, own = {id(one.series) for one in logged}, dict[str, Sums]()
     all_series: Any = results.items()
     for key, series in all_series if num else ():

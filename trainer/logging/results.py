@@ -115,11 +115,7 @@ class LeanResults(_ResultCollection):
             series.last = meta.sync(series.last.clone())
 
     def key(self, fx: str, name: str, indexed: bool) -> str:
-        """The key of a series, as Lightning makes it.
-
-        Args:
-            indexed: whether the index of the loader is added to it, if there are several.
-        """
+        """The key of a series, as Lightning makes it; `indexed` by its loader, if there are several."""
         return f"{fx}.{name}.{self.dataloader_idx}" if indexed and self.dataloader_idx is not None else f"{fx}.{name}"
 
     def _series(self, key: str, meta: _Metadata, value: Any) -> Series:

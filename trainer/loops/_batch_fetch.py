@@ -14,7 +14,7 @@ from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
 from ...strategies.data.torch_loader import next_of
-from ._hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
+from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
 
 
 def fetch_unprofiled(fetcher: Any) -> None:
@@ -79,11 +79,7 @@ class OneLoader:
 
 
 def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
-    """Choose how a batch is moved to the device.
-
-    Returns:
-        A function of (batch, dataloader_idx).
-    """
+    """Choose how a batch is moved to the device: a function of (batch, dataloader_idx)."""
     module, data = plan.module, plan.trainer.datamodule
     names = (*_TRANSFER_HOOKS, *("_on_before_batch_transfer", "_apply_batch_transfer_handler", "_call_batch_hook"))
     plain = (

@@ -6,9 +6,14 @@
 That is what Lightning's step comes to where nobody overrides more than `backward`, clipping and the hooks: with one of
 torch's optimizers, which compute the gradients once before they update, a precision plugin without a gradient scaler,
 and a strategy whose methods are Lightning's and the contract's. Every other step is Lightning's own.
+
+torch's backward, `zero_grad` and optimizer step are called without their wrappers, which cost more than the work on a
+tiny model: they record profiler events without a profiler, look for hooks that are not registered, and guard against a
+compiler that does not run. Each function here does the same, and falls back to torch's own if one of these is present.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,14 +24,81 @@ from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import batch_mover
-from ._hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
-from ._torch_fast_path import PlainOptimizer, backward_of
 from .accumulation import Accumulation
+from .hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
+
+_OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
+]
+_INNERMOST: dict[type, Any] = {kind: inspect.unwrap(kind.step) for kind in _OPTIMIZERS}
+_ZERO_GRAD = Optimizer.zero_grad
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+
+
+def backward_of() -> Callable[[Tensor], None]:
+    """Choose how to run backward: directly, or by `loss.backward()` if that was patched."""
+    return _backward if (Tensor.backward, torch.autograd.backward) == _BACKWARD else Tensor.backward
+
+
+def _backward(loss: Tensor) -> None:
+    if type(loss) is not Tensor or loss.dim() or not loss.requires_grad or not loss.is_floating_point():
+        loss.backward()  # raises torch's own error
+        return
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+class PlainOptimizer:
+    """Steps and clears one of torch's optimizers, if `steps_plainly` says that it can."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        kind, patched = type(optimizer), vars(optimizer).get("step")
+        # torch's learning rate schedulers count calls with a wrapper on the instance
+        self._counts = getattr(patched, "_wrapped_by_lr_sched", None) is True
+        known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
+        has_hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        clears = kind.zero_grad is _ZERO_GRAD and "zero_grad" not in vars(optimizer)
+        self.steps_plainly = known and clears and (patched is None or self._counts) and not has_hooks
+        self._step: Any = getattr(kind.step, "__wrapped__", None)
+
+    def step(self) -> None:
+        """Update the parameters like `optimizer.step()`; valid only if `steps_plainly`."""
+        optimizer = self.optimizer
+        if (
+            optimizer._optimizer_step_post_hooks
+            or _global_optimizer_post_hooks
+            or optimizer._optimizer_step_pre_hooks
+            or _global_optimizer_pre_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            optimizer.step()
+            return
+        if self._counts:
+            optimizer._opt_called = True
+        self._step(optimizer)
+
+    def zero_grad(self) -> None:
+        """Reset the gradients like `optimizer.zero_grad()`; valid only if `steps_plainly`."""
+        optimizer = self.optimizer
+        if torch.autograd._profiler_enabled():
+            optimizer.zero_grad()
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
 
 _OPTIMIZER_STEP = LightningOptimizer.step
 _MIXED = {name: getattr(MixedPrecision, name) for name in ("pre_backward", "optimizer_step")}
@@ -35,12 +107,7 @@ _OF_STRATEGY = ("backward", "pre_backward", "post_backward", "optimizer_step")
 
 
 class TrainStep:
-    """The lean training step; choices that do not change from step to step are made once.
-
-    Args:
-        automatic: Lightning's loop for automatic optimization, which owns the counters.
-        accumulation: weights of micro-batches.
-    """
+    """The lean training step; choices that do not change from step to step are made once."""
 
     optimizer: PlainOptimizer
 
@@ -82,10 +149,7 @@ class TrainStep:
         return self.is_lean and torch.is_grad_enabled()
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        """Run a step on one micro-batch.
-
-        Args:
-            stepping: whether the optimizer updates the parameters now, or gradients are only accumulated.
+        """Run a step on one micro-batch; only if it is `stepping`, the optimizer updates the parameters.
 
         Returns:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.

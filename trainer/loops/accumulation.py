@@ -30,11 +30,7 @@ _FUSED = (torch.float32, torch.float64)
 
 
 class Accumulation:
-    """The sum of the loss weights in the current optimizer step.
-
-    Args:
-        trainer: its `exact_accumulation` and `accumulate_grad_batches` decide whether weights are used.
-    """
+    """The sum of the loss weights in the current optimizer step, if `exact_accumulation` has the trainer weigh them."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.trainer = trainer
@@ -65,13 +61,7 @@ class Accumulation:
         self._is_divided = False
 
     def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
-        """Multiply a micro-batch's loss by its weight, and add the weight to the sum.
-
-        Args:
-            output: the output of `training_step`, optionally with `loss_weight`.
-
-        Returns:
-            The loss to call backward on.
+        """Multiply a micro-batch's loss by its weight, and add the weight to the sum; the result is what goes backward.
 
         Raises:
             ConfigError: the gradients are divided already: the optimizer computes the last micro-batch again.
@@ -129,11 +119,7 @@ class Accumulation:
 
 
 class WeighedAutomaticOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization with exact accumulation, for steps that are not lean.
-
-    Args:
-        accumulation: weights of micro-batches, shared with the lean step.
-    """
+    """Lightning's automatic optimization with exact accumulation, for steps that are not lean."""
 
     def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
         super().__init__(trainer)

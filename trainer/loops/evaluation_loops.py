@@ -19,16 +19,12 @@ from ...strategies.registry import contract_of, ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, batch_mover, fetch_unprofiled, to_cpu
-from ._hook_plan import HookPlan, may_be_lean
 from .explained_errors import only_loaders_end
+from .hook_plan import HookPlan, may_be_lean
 
 
 class StepPlan:
-    """The lean steps of a validation, test or prediction loop, resolved once per run.
-
-    Args:
-        loop: Lightning's loop, with its data set up.
-    """
+    """The lean steps of a validation, test or prediction loop, with its data set up, resolved once per run."""
 
     def __init__(self, loop: Any) -> None:
         trainer, predicts = loop.trainer, isinstance(loop, _PredictionLoop)

@@ -17,7 +17,7 @@ from ...strategies.core.patching import replaced
 from ...strategies.core.types import StaysOnRoot
 from ..logging.collections import LoggedCollection, shares_states
 from ..logging.connector import LeanLoggerConnector
-from ._hook_plan import MODULE
+from .hook_plan import MODULE
 
 _OPTIONS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
@@ -97,14 +97,7 @@ class LeanLog(ModuleLog):
         )
 
     def add_collection(self, collection: MetricCollection, given: Mapping[str, Any]) -> bool:
-        """Log the metrics of a collection, if the last call with it took them all by slots.
-
-        Args:
-            given: the arguments of `log_dict` given by name, without `batch_size`.
-
-        Returns:
-            Whether it did.
-        """
+        """Log the metrics of a collection, if the last call with it took them all by slots; return whether it did."""
         fx: str = self.state["_current_fx_name"]
         connector = self.connector
         results = connector.batch_results

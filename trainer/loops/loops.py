@@ -26,11 +26,11 @@ from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, fetch_unprofiled
-from ._hook_plan import HookPlan, may_be_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation, WeighedAutomaticOptimization
 from .evaluation_loops import LeanEvaluationLoop
 from .explained_errors import only_loaders_end
+from .hook_plan import HookPlan, may_be_lean
 
 TRAIN_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
@@ -76,13 +76,7 @@ class LeanFitLoop(ResumingFitLoop):
 
 
 class LeanTrainingEpochLoop(_TrainingEpochLoop):
-    """The loop over the batches of a training epoch, which saves and resumes between two of them.
-
-    Args:
-        trainer: the trainer, with its lean logger connector already set.
-        min_steps: minimum number of optimizer steps.
-        max_steps: maximum number of optimizer steps; -1 for no limit.
-    """
+    """The loop over the batches of a training epoch, which saves and resumes between two of them."""
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
@@ -173,7 +167,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
 
     @override
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_between_batches`."""
+        """Do nothing: Lightning's synchronizes the host every step. See `ResumingFitLoop.stop_at`."""
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -193,7 +187,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if self.batch_progress.current.ready and (
             (self._stop is not None and self._stop.armed) or self.trainer._signal_connector.received_sigterm
         ):
-            fit_loop.stop_between_batches()
+            fit_loop.stop_at("between_batches")
         step, module = self._step, self.trainer.strategy._lightning_module
         if step is None or self._restarting or step.plan.module is not module:
             super().advance(data_fetcher)
@@ -305,9 +299,9 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             try:
                 super().on_advance_end(data_fetcher)
             except ValidationStopped:
-                self._fit_loop.stop_before_validation()
+                self._fit_loop.stop_at("before_validation")
             except SIGTERMException:  # raised by Lightning as its last action here
-                self._fit_loop.stop_between_batches()
+                self._fit_loop.stop_at("between_batches")
         elif self._stepping():
             if self._step.plan.strategy.lr_scheduler_configs:
                 self.update_lr_schedulers("step", update_plateau_schedulers=True)

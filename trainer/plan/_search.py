@@ -4,9 +4,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from ...strategies.pipeline.schedule import most_in_flight
-from ._sharing import StageMemory, in_flight, with_owner
 from ._simulation import Questions
-from ._topology import Topology
+from ._topology import StageMemory, Topology, in_flight, with_owner
 
 MAX_SAMPLES = 2**24
 """Upper limit of the search, in samples."""
@@ -176,13 +175,10 @@ def with_state(plan: DevicePlan, memory: StageMemory, owner: int) -> DevicePlan:
 def largest_batch(
     topology: Topology, batch: int, device_bytes: float, known: dict[int, list[StageMemory]]
 ) -> Questions[int | None]:
-    """Find the largest batch of the loader that fits every device.
+    """Find the largest batch of the loader that fits every device: 0 if no sample does, None if any number does.
 
     Memory grows about linearly with samples, so each guess interpolates between known sizes. The result is confirmed by
     a step that fits and a step with one more sample that does not.
-
-    Returns:
-        Samples; 0 if a single sample does not fit, None if any number does.
     """
     peaks: dict[int, int] = {}
 

@@ -25,9 +25,9 @@ from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
-from ..callbacks.flops import silence
+from ..callbacks.utilization import silence
 from ._memory_tracker import Cross, MemoryTracker
-from ._sharing import Shards, StageMemory, sharded
+from ._topology import Shards, StageMemory, sharded
 
 Answer = TypeVar("Answer")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.strategies import Strategy
 from torch import nn
@@ -20,23 +20,87 @@ from torch._subclasses.fake_tensor import (
 from ...strategies import ConfigError
 from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.devices import is_accelerator
+from ...strategies.core.options import as_given
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.pipeline.schedule import num_ticks
 from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..config.checks import plain
+from ..config.group_files import PACKAGE
 from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import write_json
 from ..study.compare import short_config
 from ..study.trial import Trial, run_trial
-from ._choices import choices
 from ._search import MemoryPlan, Tried, questions
-from ._sharing import Shards
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
+from ._topology import Shards, Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
+
+RECOMPUTE_TIME = {"never": 1.0, "except_last": 1.3, "always": 4 / 3}
+"""Computing of a step in multiples of that without recomputing: a further forward pass, half as long as a backward."""
+
+
+MICROBATCHES = 4
+"""Micro-batches per stage: more of them fill the stages better and are smaller, but each costs launches."""
+
+
+def choices(cfg: DictConfig, given: Topology, batch: int) -> list[tuple[Tried, DictConfig]]:
+    """List the ways to train, with their strategies, from cheap to expensive; the configured one is left out."""
+    found: list[tuple[Tried, DictConfig]] = []
+    for options, loader_batch, computing, traffic in _spreads(given, batch, int(cfg.num_nodes)):
+        for recompute, more in RECOMPUTE_TIME.items():
+            strategy = _strategy(cfg, given.name, options)
+            if "recompute" not in strategy or (not options and recompute == strategy.recompute):
+                continue
+            with open_dict(strategy):
+                strategy.recompute = recompute
+            names = {key: key if key == "strategy" else f"strategy.{key}" for key in options}
+            shown = tuple(f"{names[key]}={as_given(value)}" for key, value in options.items())
+            chosen = shown if options and recompute == "never" else (*shown, f"strategy.recompute={recompute}")
+            found.append((Tried(chosen, loader_batch, computing * more, traffic), strategy))
+    return sorted(found, key=lambda choice: (round(choice[0].computing, 3), choice[0].traffic))
+
+
+Spread = tuple[dict[str, object], int, float, float]
+"""Options of a strategy, the loader's batch, computing and traffic."""
+
+
+def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[Spread]:
+    """Ways to spread the work, without recomputing."""
+    devices, everywhere = given.num_devices, given.global_batch(batch)
+    many = devices * num_nodes
+    per_rank = given.is_per_rank and given.num_ranks > 1
+    traffic = 0.0 if many == 1 else 2.0 * (devices - 1) if given.is_replicated else 3.0 if given.num_shards > 1 else 2.0
+    computing = num_ticks(given.num_microbatches, given.num_stages) / given.num_microbatches
+    yield {}, batch, computing, traffic
+    if many == 1:
+        return
+    if (given.num_ranks > 1 or given.is_replicated) and given.num_owners == 1 and given.num_shards == 1:
+        yield {"shard_optimizer": True}, batch, computing, traffic + 1.0
+    if given.num_shards == 1:
+        size_is = "per_device" if per_rank and given.num_stages == 1 else "global"
+        yield {"strategy": "fsdp", "batch_size_is": size_is}, batch if size_is == "per_device" else everywhere, 1.0, 3.0
+    for size in (size for size in range(2, devices + 1) if devices % size == 0 and everywhere >= size):
+        num = max(1, min(MICROBATCHES * size, everywhere * size // many))
+        computing = num_ticks(num, size) / num
+        if size == devices and num_nodes == 1:
+            yield {"strategy": "model_parallel", "num_microbatches": num}, everywhere, computing, 0.0
+        else:
+            options = {"strategy": "ddp_model_parallel", "model_parallel_size": size, "num_microbatches": num}
+            yield {**options, "batch_size_is": "global"}, everywhere, computing, 2.0 / size
+
+
+def _strategy(cfg: DictConfig, given: str, options: dict[str, object]) -> DictConfig:
+    """The configuration of a strategy, with the user's other options where it is the configured one."""
+    name = str(options.get("strategy", given))
+    strategy = cfg.strategy.copy() if name == given else PACKAGE.options("strategy", name)
+    with open_dict(strategy):
+        strategy.update({key: value for key, value in options.items() if key != "strategy"})
+    return strategy
+
 
 GB = 10**9
 
@@ -47,10 +111,7 @@ Ask = Callable[[int], Questions[MemoryPlan]]
 
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
-    """Compute the memory of each device for the configured strategy.
-
-    Args:
-        cfg: the resolved configuration (`prepare`). Devices are not used and need not exist.
+    """Compute the memory of each device for the configured strategy. Devices are not used and need not exist.
 
     Returns:
         The plan, also written as `plan.json` into the run directory.
@@ -75,14 +136,7 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
 
 
 def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> Iterator[Tried]:
-    """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits.
-
-    Args:
-        cfg: the resolved configuration.
-        given: how the configured strategy spreads its work.
-        plan: its plan.
-        limit: bytes of a device.
-    """
+    """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits."""
     too_large: set[tuple[str, ...]] = set()
     for tried, options in choices(cfg, given, plan.loader_batch):
         spread = tuple(option for option in tried.options if not option.startswith("strategy.recompute="))
@@ -117,28 +171,14 @@ def is_measured(cfg: DictConfig) -> bool:
 
 
 def measure(cfg: DictConfig, name: str) -> Trial:
-    """Train a few steps on the devices, in separate processes.
-
-    Args:
-        cfg: the resolved configuration.
-
-    Returns:
-        The trial; if it is `ok`, its `peak_memory_mib` holds the peaks of the devices, in order.
-    """
+    """Train a few steps on the devices, in separate processes; the peaks of an `ok` trial are in their order."""
     folder = Path(cfg.run_dir) / "measured"
     with run_log(cfg.run_dir):
         return run_trial(short_config(cfg, folder), name, cfg.compare.timeout_s)
 
 
 def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
-    """Run a simulated training that answers questions.
-
-    Args:
-        cfg: the resolved configuration.
-        strategy: the strategy, not set up.
-        topology: how it spreads its work.
-        ask: creates the questions from the number of samples of the loader's batch.
-    """
+    """Run a simulated training that answers questions, which depend on the samples of the loader's batch."""
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
     simulated = SimulatedStrategy(
@@ -149,7 +189,7 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
         with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
-            looks = LambdaCallback(on_train_batch_end=looks_on)  # as those of a run, which get the step's output
+            looks = LambdaCallback(on_train_batch_end=lambda *_: None)  # pyright: ignore  # as a run's, which get outputs
             quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
     except Finished as answered:
         return answered.value
@@ -168,10 +208,6 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
     options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
     keeps, num = not options.reshard_after_forward, topology.num_shards
     return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
-
-
-def looks_on(*_: object) -> None:
-    """Do nothing at a batch's end."""
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:

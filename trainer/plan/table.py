@@ -46,11 +46,7 @@ REPLACED = ("mode=", "device_memory_gb=", "strategy=", "plan.")
 
 
 def advice(plan: MemoryPlan, argv: Sequence[str]) -> list[str]:
-    """Say what is the cheapest way that fits, with its command.
-
-    Args:
-        argv: the command line of this run.
-    """
+    """Say what is the cheapest way that fits, with its command, made of this run's command line."""
     found = plan.cheapest
     if found is None:
         return ["None of these fits. Use more devices, a smaller batch, or a lower precision."]

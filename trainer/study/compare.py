@@ -2,9 +2,12 @@
 
 import logging
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from rich.table import Table
+from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
 from ...strategies.core.device_names import resolve_devices
@@ -12,20 +15,214 @@ from ..config.checks import plain
 from ..config.group_files import PACKAGE
 from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
+from ..job import tables
 from ..job.log_file import run_log
-from ..job.result import write_json
-from .comparison import REFERENCE, VARIANTS, Comparison, is_too_fast, judge, memory, tolerance_of
-from .probe import WINDOW, Probe
-from .trial import OK, Trial, run_trial
+from ..job.result import short_path, write_json
+from .trial import DRAWS, OK, WINDOW, Probe, Trial, run_trial
+
+REFERENCE = "single_device"
+"""The strategy that the others are compared with."""
+
+VARIANTS = {"ddp_global_view": "ddp strategy.global_view=true"}
+"""Further rows, with the strategy and the options that each tries."""
+
+TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
+"""Largest allowed relative difference of losses, by bits of the precision; optimizer steps amplify rounding."""
+
+NOISE = 0.05
+"""Relative difference of speeds below which two strategies count as equally fast."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of `mode=compare`.
+
+    Args:
+        trials: one per strategy, in order.
+        reference: the strategy whose losses are the reference; None if none trained.
+        differences: largest relative difference from the reference's losses, by strategy; the reference's is 0.
+        tolerance: the largest difference that rounding explains.
+        excuses: known reasons for which a strategy's losses may differ, by strategy.
+        recommended: the strategy to use; None if none trained.
+        reason: why it is recommended.
+        doubts: which speeds can't be, so that they are not compared.
+    """
+
+    trials: list[Trial]
+    reference: str | None
+    differences: dict[str, float]
+    tolerance: float
+    excuses: dict[str, list[str]]
+    recommended: str | None
+    reason: str
+    doubts: list[str] = field(default_factory=list[str])
+
+
+def tolerance_of(precision: str) -> float:
+    """The largest relative difference between losses that rounding explains at a precision."""
+    return next((limit for bits, limit in TOLERANCES.items() if bits in precision), TOLERANCES["16"])
+
+
+def is_too_fast(trial: Trial, trials: list[Trial], num_devices: int) -> bool:
+    """Whether a strategy was more than N times as fast on N devices as one device: the machine was busy."""
+    one = trials[0].samples_per_s if trials and trials[0].strategy == REFERENCE else 0.0
+    return trial.strategy != REFERENCE and 0 < num_devices * one < trial.samples_per_s
+
+
+def judge(
+    trials: list[Trial], tolerance: float, device_mib: float | None = None, num_devices: int = 10**9
+) -> Comparison:
+    """Compare losses, which count as equal within the tolerance, and recommend a strategy."""
+    trained = [trial for trial in trials if trial.status == OK]
+    reference = trained[0] if trained else None
+    differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
+    excuses = {trial.strategy: excuses_of(trial, trained[0]) for trial in trained}
+    sound = [t for t in trained if differences[t.strategy] <= tolerance or excuses[t.strategy]]
+    doubted = [t for t in trained if is_too_fast(t, trained, num_devices)]
+    doubts = [
+        f"{t.strategy}: {t.samples_per_s / trained[0].samples_per_s:.1f} times one device on {num_devices} devices "
+        "can't be, also when measured again: the machine is busy. Try with more compare.steps."
+        for t in doubted
+    ]
+    recommended, reason = recommend([t for t in sound if t not in doubted], device_mib)
+    name = None if reference is None else reference.strategy
+    return Comparison(trials, name, differences, tolerance, excuses, recommended, reason, doubts)
+
+
+def largest_difference(trial: Trial, reference: Trial) -> float:
+    """The largest difference between the losses of two trials, relative to the reference's largest loss."""
+    if len(trial.losses) != len(reference.losses):
+        return float("inf")
+    scale = max((abs(loss) for loss in reference.losses), default=1.0) or 1.0
+    pairs = zip(trial.losses, reference.losses, strict=True)
+    differences = [abs(a - b) / scale for a, b in pairs]
+    # comparisons with nan are false: a nan loss must not count as equal
+    return max((d if d == d else float("inf") for d in differences), default=0.0)
+
+
+def excuses_of(trial: Trial, reference: Trial) -> list[str]:
+    """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
+    if trial is reference or trial.strategy in VARIANTS:  # the global view has none
+        return []
+    return [*trial.excuses, *(reason for reason in reference.excuses if reason == DRAWS and DRAWS not in trial.excuses)]
+
+
+def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None, str]:
+    """Choose among strategies that train alike, and that need at most `device_mib` of memory; say why.
+
+    The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is
+    equal too, the earlier one, which is simpler.
+    """
+    fitting = [trial for trial in trials if device_mib is None or trial.peak_mib <= device_mib]
+    if not fitting:
+        return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; see the reasons above"
+    fastest = max(fitting, key=lambda trial: trial.samples_per_s)
+    equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
+    least = min(trial.peak_mib for trial in equal)
+    best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
+    return best.strategy, explain(best, fitting, equal)
+
+
+def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
+    """Say why a strategy was chosen among those as fast as the fastest."""
+    others = [trial for trial in trials if trial is not best]
+    if not others:
+        return "it is the only one that trained"
+    rivals = [trial for trial in equal if trial is not best]
+    if rivals:
+        merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
+        return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
+    second = max(others, key=lambda trial: trial.samples_per_s)
+    ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
+    overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
+    doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
+    if best.strategy == REFERENCE:
+        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}{doubt}"
+    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}{doubt}"
+
+
+def show_comparison(comparison: Comparison, run_dir: str) -> None:
+    """Print the table, the strategies that did not train and why, and the recommendation."""
+    trained = [trial for trial in comparison.trials if trial.status == OK]
+    lines = [
+        *reasons(comparison),
+        *comparison.doubts,
+        *notes(comparison),
+        recommendation(comparison),
+        f"logs: {short_path(run_dir)}",
+    ]
+    tables.show(draw(comparison, trained) if trained else None, lines)
+
+
+def draw(comparison: Comparison, trained: list[Trial]) -> Table:
+    """Build the table, with one row per strategy that trained."""
+    first = trained[0]
+    title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
+    headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
+    table = tables.new_table(title, headings, text=("strategy", "losses"))
+    for trial in trained:
+        ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+        name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
+        speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
+        table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
+    return table
+
+
+def memory(trial: Trial) -> str:
+    """Peak memory per device (per process on the CPU): a list if there are few and they differ, otherwise the range."""
+    sizes = [round(size) for size in trial.peak_memory_mib]
+    if len(set(sizes)) <= 1:
+        return f"{sizes[0]:,}" if sizes else ""
+    if len(sizes) <= 4:
+        return " / ".join(f"{size:,}" for size in sizes)
+    return f"{min(sizes):,} to {max(sizes):,}"
+
+
+def verdict(comparison: Comparison, trial: Trial) -> str:
+    """Whether a strategy's losses equal the reference's."""
+    difference = comparison.differences[trial.strategy]
+    if not trial.losses:
+        return "not checked: training_step returns no loss"
+    if trial.strategy == comparison.reference:
+        return f"{trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
+    if difference <= comparison.tolerance:
+        return f"equal (to {difference:.0e})"
+    return f"{'differ, see below' if comparison.excuses[trial.strategy] else 'DIFFER'} ({difference:.0e})"
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Explain differing losses."""
+    found: list[str] = []
+    for name, difference in comparison.differences.items():
+        if difference <= comparison.tolerance:
+            continue
+        excuses = comparison.excuses[name]
+        why = "; ".join(excuses) if excuses else "the cause is unknown, so it is not recommended; please report it"
+        found.append(f"{name}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {why}.")
+    named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
+    if named and not found:
+        found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
+    return found
+
+
+def reasons(comparison: Comparison) -> list[str]:
+    """Explain why strategies did not train."""
+    return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
+
+
+def recommendation(comparison: Comparison) -> str:
+    """Format the recommendation."""
+    if comparison.recommended is None:
+        return f"No recommendation: {comparison.reason}."
+    chosen = VARIANTS.get(comparison.recommended, comparison.recommended)
+    return f"Recommended: strategy={chosen}, because {comparison.reason}."
+
 
 log = logging.getLogger(__name__)
 
 
 def compare_strategies(cfg: DictConfig) -> Comparison:
-    """Try strategies one after the other, each in its own process.
-
-    Args:
-        cfg: the resolved configuration (`prepare`); `cfg.compare` holds the options.
+    """Try strategies one after the other, each in its own process; `cfg` is resolved (`prepare`).
 
     Returns:
         The comparison, also written as `compare.json` into the run directory.
@@ -59,12 +256,7 @@ def try_out(cfg: DictConfig, name: str) -> Trial:
 
 
 def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
-    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left.
-
-    Args:
-        num_all: number of strategies to try.
-        seconds: since the first one began.
-    """
+    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left."""
     trial, rest = trials[-1], num_all - len(trials)
     found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
     left = f", about {seconds / len(trials) * rest:.0f} s left" if rest else ""
@@ -97,14 +289,7 @@ def verify_lengths(cfg: DictConfig) -> None:
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """Derive the configuration of a short trial of one strategy.
-
-    Args:
-        folder: output directory of the trial.
-
-    Returns:
-        `short_config` with this strategy, and with the loader's batch as global batch for every strategy.
-    """
+    """The configuration of a short trial of one strategy; the loader's batch is the global one for all."""
     trial = short_config(cfg, folder)
     trial.strategy = strategy_options(cfg, name)
     if name == REFERENCE:
@@ -114,14 +299,10 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
 
 
 def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Derive the configuration of a few measured steps.
+    """The configuration of a few measured steps, which write to a folder.
 
-    Args:
-        folder: output directory of the run.
-
-    Returns:
-        A configuration with the same module, data, devices, precision, accumulation and clipping, a probe as its only
-        callback, and neither logger nor checkpoints.
+    It has the same module, data, devices, precision, accumulation and clipping, a probe as its only callback, and
+    neither logger nor checkpoints.
     """
     short = cfg.copy()
     with open_dict(short):

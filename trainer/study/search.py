@@ -86,11 +86,7 @@ def open_storage(storage: str) -> Any:
 
 
 class Search:
-    """A search for the hyperparameters with the best monitored metric.
-
-    Args:
-        cfg: the configuration, whose `hparams_search` has the options.
-        run_dir: the search's directory; each trial's is below it.
+    """A search for the hyperparameters with the best monitored metric, in a directory with one for each trial.
 
     Raises:
         ConfigError: Optuna is not installed, or an option can't be honoured.
@@ -117,10 +113,7 @@ class Search:
         self.study: Any = None
 
     def execute(self, train: Callable[[DictConfig], Result]) -> float:
-        """Run the trials, show their table, and return the best value of the monitored metric.
-
-        Args:
-            train: runs one configuration.
+        """Run the trials by `train`, show their table, and return the best value of the monitored metric.
 
         Raises:
             ConfigError: the first trial's configuration is refused, a trial did not log the monitored metric, or none
@@ -183,12 +176,7 @@ class Search:
             )
 
     def trial_config(self, number: int, values: Mapping[str, Any]) -> DictConfig:
-        """The configuration of one trial, which is also written below its directory, as Hydra does.
-
-        Args:
-            number: the trial's.
-            values: by the keys of the space.
-        """
+        """The configuration of one trial, which is also written below its directory, as Hydra does."""
         cfg = self.cfg.copy()
         folder = self.run_dir / f"{number:03d}"
         for key, value in values.items():

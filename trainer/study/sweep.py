@@ -79,7 +79,6 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
     """Write the table, print it with the best variant, and draw the monitored metric of all.
 
     Args:
-        file: the table's CSV file; the picture stands beside it.
         kind: what a variant is called: job or trial.
     """
     if not variants:
@@ -92,7 +91,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
     lines: list[str] = []
     curve = [(v.number, v.value) for v in variants if v.value is not None]
     if best is not None and best.result is not None and len(curve) > 1:
-        from ..callbacks.curves import draw  # here, as a command that only composes needs no torch
+        from ..callbacks.epochs import draw  # here, as a command that only composes needs no torch
 
         below: dict[float, str] = {best.number: f"best: {kind} {best.number}"}
         draw(file.with_suffix(".png"), [{best.result.monitor or "": curve}], below)
@@ -147,15 +146,14 @@ def read_jobs(home: Path) -> list[Variant]:
 
     Their overrides are those that differ between jobs, without the strategy, which has its own column.
     """
-    jobs = sorted((_read_job(path.parent) for path in home.glob("*/.hydra")), key=lambda job: job.number)
+    jobs: list[Variant] = []
+    for run_dir in (path.parent for path in home.glob("*/.hydra")):
+        hydra: Any = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml").hydra
+        overrides = tuple(map(str, hydra.overrides.task))
+        jobs.append(Variant.read(int(hydra.job.num), hydra.runtime.choices.get("strategy", ""), overrides, run_dir))
+    jobs.sort(key=lambda job: job.number)
     common = set[str]() if len(jobs) < 2 else set.intersection(*(set(job.overrides) for job in jobs))
     return [
         replace(job, overrides=tuple(w for w in job.overrides if w not in common and not w.startswith("strategy=")))
         for job in jobs
     ]
-
-
-def _read_job(run_dir: Path) -> Variant:
-    hydra: Any = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml").hydra
-    overrides = tuple(map(str, hydra.overrides.task))
-    return Variant.read(int(hydra.job.num), hydra.runtime.choices.get("strategy", ""), overrides, run_dir)

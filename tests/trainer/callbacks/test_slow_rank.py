@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.trainer import Trainer
 from evener.trainer.callbacks import SlowRank
-from evener.trainer.callbacks.slow_rank import Spread, slow_rank
+from evener.trainer.callbacks.device_monitor import Spread, slow_rank
 
 
 def test_quartiles_are_those_between_the_values() -> None:
@@ -59,7 +59,7 @@ def warnings_of(sleepy: int | None) -> list[str]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("evener.trainer.callbacks.slow_rank").addHandler(handler)
+    logging.getLogger("evener.trainer.callbacks.device_monitor").addHandler(handler)
     trainer = Trainer(
         strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, log_every_n_steps=10, logger=False,
         callbacks=[SlowRank()], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

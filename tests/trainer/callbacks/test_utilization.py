@@ -14,9 +14,8 @@ from evener.examples.char_lm import CharLM
 from evener.examples.stdlib_text import VOCABULARY_SIZE
 from evener.trainer import Trainer
 from evener.trainer.callbacks import RunSummary, Utilization
-from evener.trainer.callbacks.flops import count_flops
 from evener.trainer.callbacks.step_times import StepClock
-from evener.trainer.callbacks.utilization import peak_flops
+from evener.trainer.callbacks.utilization import count_flops, peak_flops
 
 
 @pytest.mark.parametrize("size", [{}, {"width": 128, "num_blocks": 2, "num_heads": 8}])

@@ -26,16 +26,15 @@ from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
-from evener.trainer.callbacks.batch_layout import batch_line, cut_line
-from evener.trainer.callbacks.curves import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
-from evener.trainer.callbacks.start_up import checkpoint_policy
+from evener.trainer.callbacks.epochs import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
+from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
 from evener.trainer.job.result import short_path
 from evener.trainer.job.summary import memory_text, shares_text, show_summary
-from evener.trainer.loggers.custom_scalars import layout
+from evener.trainer.loggers.tensorboard import layout
 
 
 class Line(pl.LightningModule):

@@ -17,10 +17,9 @@ from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
-from evener.trainer.config._option_values import annotations, verify_options
-from evener.trainer.config.checks import verify_checkpoint_path
+from evener.trainer.config.checks import annotations, verify_checkpoint_path, verify_options
 from evener.trainer.config.plain_values import ROOT
-from evener.trainer.job.failure import error_sentence
+from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch
 
 MISTAKES = [

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
-from evener.trainer.job.failure import Failure, report, users_frames
+from evener.trainer.job.log_file import Failure, report, users_frames
 from evener.trainer.job.result import WorkerError
 from evener.trainer.job.run import Run
 

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from evener.strategies.distributed.process_exit import is_frozen
-from evener.trainer.launch.workers import Workers
+from evener.trainer.launch.launcher import Workers
 
 
 @pytest.fixture

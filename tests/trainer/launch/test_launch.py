@@ -15,7 +15,7 @@ from tensorboard.compat.proto import event_pb2
 
 from evener.trainer import Result, compose, train
 from evener.trainer.config.checks import LaunchPlan
-from evener.trainer.launch import workers
+from evener.trainer.launch import launcher
 
 LOGGED = ("logger=tensorboard", "trainer.log_every_n_steps=1")
 
@@ -220,7 +220,7 @@ def test_forked_workers_import_nothing_that_their_parent_could_have(tmp_path: Pa
 def test_workers_start_python_anew_where_they_can_not_be_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "can_fork", lambda _: False)
+    monkeypatch.setattr(launcher, "can_fork", lambda _: False)
     words = [f"log_dir={tmp_path}", "strategy=ddp", "devices=2", "accelerator=cpu", "test_after_fit=false"]
     result = train(compose([*words, "trainer.max_epochs=1", "trainer.limit_train_batches=2", "logger=none"]))
     assert result.num_steps == 2
@@ -229,7 +229,7 @@ def test_workers_start_python_anew_where_they_can_not_be_forked(
 
 @pytest.mark.parametrize(("devices", "forks"), [(["cpu", "cpu"], True), (["cuda:0", "cpu"], False)])
 def test_what_uses_an_accelerator_is_not_forked(devices: list[str], forks: bool) -> None:
-    assert workers.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks
+    assert launcher.can_fork(LaunchPlan(tuple(map(torch.device, devices)), 2)) == forks
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasti
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
-from evener.trainer.launch.membership import resolved_words
+from evener.trainer.launch.cluster import resolved_words
 
 
 def machine(stack: ExitStack, folder: Path, name: str, port: int, strategy: str) -> Run:

@@ -9,8 +9,8 @@ import pytest
 
 from evener.strategies.core import files
 from evener.trainer.cli.main import main
-from evener.trainer.launch import workers
-from evener.trainer.launch.workers import Workers
+from evener.trainer.launch import launcher
+from evener.trainer.launch.launcher import Workers
 
 
 def stopped_run(workers: Workers) -> None:
@@ -37,7 +37,7 @@ def test_it_ends_the_command_quietly(
     if moment == "while the directory is removed":
         monkeypatch.setattr(files.shutil, "rmtree", interrupted)
     else:
-        monkeypatch.setattr(workers, "stopped", interrupted)
+        monkeypatch.setattr(launcher, "stopped", interrupted)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 128 + signal.SIGINT

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.loggers import CSVLogger
-from evener.trainer.loggers.csv import MetricsFile
+from evener.trainer.loggers.journal import MetricsFile
 
 SCRIPT = Path(__file__).parents[2] / "support" / "logging_script.py"
 

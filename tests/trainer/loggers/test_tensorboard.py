@@ -74,9 +74,8 @@ def test_one_event_file_has_all_splits(split: Result) -> None:
 
 
 def test_sub_runs_of_earlier_configurations_are_refused(tmp_path: Path) -> None:
-    TensorBoardLogger(tmp_path, sub_runs=False)
-    with pytest.raises(ConfigError, match="sub_runs is no longer supported"):
-        TensorBoardLogger(tmp_path, sub_runs=True)
+    with pytest.raises(ConfigError, match=r"sub_runs is no longer there\. All values are in one event file"):
+        train(compose([f"log_dir={tmp_path}", "+logger.tensorboard.sub_runs=true"]))
 
 
 def test_the_strategy_is_a_word_and_booleans_are_words() -> None:

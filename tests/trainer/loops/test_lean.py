@@ -11,7 +11,7 @@ from plans import PLANS
 
 from evener.strategies import ConfigError
 from evener.trainer import Trainer
-from evener.trainer.loops import lean
+from evener.trainer.loops import hook_plan
 from evener.trainer.loops._train_step import TrainStep
 
 FAST = ("ragged", "accumulation_with_a_short_tail")
@@ -32,7 +32,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
 )
 def test_training_without_lean_steps_equals_one_device(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lean, "_is_tested", lambda *_: False)
+    monkeypatch.setattr(hook_plan, "_is_tested", lambda *_: False)
     case, (num_devices, strategy) = CASES[name], PLANS[plan]
     assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
 
@@ -47,17 +47,17 @@ def test_the_argument_decides_and_the_former_variable_is_refused(monkeypatch: py
         Trainer(logger=False)
 
 
-@pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (lean.pl, "Lightning")])
+@pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (hook_plan.pl, "Lightning")])
 def test_an_untested_version_is_told_once(library: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "__version__", "2.99.1")
     with pytest.warns(UserWarning, match=rf"not tested with {name} 2\.99\.1 \(tested: 2\."):
-        assert not lean.is_lean(None)
-    assert not lean.is_lean(None)  # a second warning would be an error here
-    assert lean.is_lean(True)
+        assert not hook_plan.is_lean(None)
+    assert not hook_plan.is_lean(None)  # a second warning would be an error here
+    assert hook_plan.is_lean(True)
 
 
 def test_every_version_that_can_be_installed_takes_lean_steps() -> None:
     (limits,) = [re.findall(r"[<>]=?[\d.]+", word) for word in requires("evener") or [] if re.match(r"torch\b", word)]
     (least,) = [int(limit.split(".")[1]) for limit in limits if limit.startswith(">=")]
     (beyond,) = [int(limit.split(".")[1]) for limit in limits if re.match(r"<\d", limit)]
-    assert lean.TESTED["torch"] == tuple(f"2.{minor}" for minor in range(least, beyond))
+    assert hook_plan.TESTED["torch"] == tuple(f"2.{minor}" for minor in range(least, beyond))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from evener.trainer import Trainer
-from evener.trainer.loops._torch_fast_path import PlainOptimizer, backward_of
+from evener.trainer.loops._train_step import PlainOptimizer, backward_of
 
 KINDS: list[Callable[..., Optimizer]] = [SGD, Adam, AdamW, RMSprop]
 

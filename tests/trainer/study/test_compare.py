@@ -24,25 +24,18 @@ from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.study import compare
-from evener.trainer.study.compare import chosen_strategies, progress_line, trial_config
-from evener.trainer.study.comparison import (
-    judge,
-    largest_difference,
-    memory,
-    notes,
-    reasons,
-    recommendation,
-    tolerance_of,
-    verdict,
-)
-from evener.trainer.study.probe import DRAWS, Probe, is_synced, median_rate
+from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
 from evener.trainer.study.trial import (
     CONFIG_FILE,
+    DRAWS,
     FAILED,
     OK,
     REFUSED,
+    Probe,
     Trial,
     execute,
+    is_synced,
+    median_rate,
     run_trial,
     write_config,
 )
@@ -111,7 +104,7 @@ def tried(tmp_path: Path, strategy: str, *overrides: str, module: str = "Fair", 
     """Run a trial as its own process would, in this one, with further options of the strategy."""
     cfg = config(tmp_path, *overrides, module=module)
     folder = tmp_path / strategy
-    trial = OmegaConf.merge(trial_config(cfg, strategy, folder), {"strategy": options})
+    trial = OmegaConf.merge(compare.trial_config(cfg, strategy, folder), {"strategy": options})
     assert isinstance(trial, DictConfig)
     with contextlib.suppress(Exception):  # which is in its result
         execute(write_config(trial) / CONFIG_FILE)
@@ -136,8 +129,8 @@ def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
     comparison = judge([one, two], 1e-4)
     assert comparison.recommended == "single_device"
     assert verdict(comparison, two).startswith("DIFFER (")
-    assert "dp: losses differ by" in notes(comparison)[0]
-    assert "the cause is unknown" in notes(comparison)[0]
+    assert "dp: losses differ by" in compare.notes(comparison)[0]
+    assert "the cause is unknown" in compare.notes(comparison)[0]
 
 
 def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
@@ -150,7 +143,7 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
         "1 dropout layers draw different random numbers",
     ]
     assert verdict(comparison, two).startswith("differ, see below (")
-    assert "1 BatchNorm layers" in notes(comparison)[0]
+    assert "1 BatchNorm layers" in compare.notes(comparison)[0]
 
 
 def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
@@ -176,7 +169,7 @@ def test_a_refusal_is_told_by_its_sentence(tmp_path: Path) -> None:
     trial = tried(tmp_path, "dp", module="Refused")
     assert trial.status == REFUSED
     assert "training_step returned a loss of shape (2,)" in trial.reason
-    assert reasons(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
+    assert compare.reasons(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
 
 
 def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
@@ -189,7 +182,7 @@ def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     cfg = config(tmp_path)
-    trial = run_trial(trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
+    trial = run_trial(compare.trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
     assert (trial.status, trial.reason) == (FAILED, "it did not finish within compare.timeout_s=0.5 seconds")
     left = [
         p for p in psutil.Process().children(recursive=True) if "evener.trainer.study.trial" in " ".join(p.cmdline())
@@ -249,9 +242,9 @@ def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] =
 
 def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
     first = Trial("single_device", samples_per_s=1234.5, peak_memory_mib=[100.0])
-    line = progress_line([first, replace(first, strategy="dp")], 5, 20.0)
+    line = compare.progress_line([first, replace(first, strategy="dp")], 5, 20.0)
     assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
-    assert progress_line([replace(first, status="refused")], 1, 3.0).split() == [
+    assert compare.progress_line([replace(first, status="refused")], 1, 3.0).split() == [
         "1",
         "of",
         "1",
@@ -304,24 +297,28 @@ def test_what_does_not_fit_is_not_recommended() -> None:
 
 
 def test_memory_is_shown_by_device() -> None:
-    assert memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
-    assert memory(Trial("ddp", peak_memory_mib=[20.2] * 8)) == "20"
-    assert memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
+    assert compare.memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
+    assert compare.memory(Trial("ddp", peak_memory_mib=[20.2] * 8)) == "20"
+    assert compare.memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
 
 
 def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
     cfg = config(tmp_path, "seed=null", "strategy=ddp", "strategy.timeout_s=77", "callbacks=early_stopping")
-    ddp = trial_config(cfg, "ddp", tmp_path)
+    ddp = compare.trial_config(cfg, "ddp", tmp_path)
     assert (ddp.strategy.timeout_s, ddp.strategy.batch_size_is) == (77, "global"), "the user's own options"
     assert (ddp.seed, ddp.trainer.max_steps, list(ddp.callbacks)) == (0, 6, ["probe"])
-    assert trial_config(cfg, "single_device", tmp_path).trainer.devices == 1
-    dp = trial_config(config(tmp_path, "+compare.options.dp.threads=true"), "dp", tmp_path)
+    assert compare.trial_config(cfg, "single_device", tmp_path).trainer.devices == 1
+    dp = compare.trial_config(config(tmp_path, "+compare.options.dp.threads=true"), "dp", tmp_path)
     assert (dp.strategy.threads, dp.trainer.devices) == (True, 2)
 
 
 def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
     assert chosen_strategies(config(tmp_path)) == [*STRATEGIES, "ddp_global_view"]
-    assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == ["single_device", "ddp", "dp"]
+    assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == [
+        "single_device",
+        "ddp",
+        "dp",
+    ]
     with pytest.raises(ConfigError, match=r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"):
         chosen_strategies(config(tmp_path, "compare.strategies=[ddpp]"))
 
@@ -355,7 +352,7 @@ def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("precision", "limit"), [("64-true", 1e-8), ("32-true", 1e-4), ("bf16-mixed", 3e-2)])
 def test_tolerance_follows_the_precision(precision: str, limit: float) -> None:
-    assert tolerance_of(precision) == limit
+    assert compare.tolerance_of(precision) == limit
 
 
 def test_batchnorm_that_synchronizes_excuses_nothing() -> None:

@@ -13,9 +13,9 @@ from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, train
-from evener.trainer.callbacks.curves import COLOURS
-from evener.trainer.loggers.custom_scalars import OUR_OWN
+from evener.trainer.callbacks.epochs import COLOURS
 from evener.trainer.loggers.hparams import in_order, without_repetition
+from evener.trainer.loggers.tensorboard import OUR_OWN
 from evener.trainer.study.sweep import SweepTable, read_jobs, show_table
 from evener.trainer.timeline import Box, draw_stages, read_rows
 

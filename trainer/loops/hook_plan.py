@@ -7,23 +7,108 @@ hook that is set on an object or a class meanwhile counts from there on. It sets
 since `self.log` reads it.
 """
 
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partialmethod
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from lightning_fabric.plugins import Precision as FabricPrecision
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar, Timer, TQDMProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, Timer, TQDMProgressBar
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from ...strategies import SingleDeviceStrategy
+from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import StepContract
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import contract_of
-from .progress_bar import TimedBar
+
+TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
+"""Minor versions that the lean steps were tested with."""
+
+
+def is_lean(asked: bool | None) -> bool:
+    """Whether to take lean steps: as asked, or by the installed versions if None.
+
+    Raises:
+        ConfigError: the environment has the variable that once decided.
+    """
+    if "EVENER_LEAN" in os.environ:
+        raise ConfigError(
+            "EVENER_LEAN is no longer read. Unset it, and give Trainer(lean=False) or trainer.lean=false."
+        )
+    return _is_tested(torch.__version__, pl.__version__) if asked is None else asked
+
+
+@cache
+def _is_tested(torchs: str, lightnings: str) -> bool:
+    """Whether both versions were tested; the warning appears once."""
+    installed = {"torch": torchs, "Lightning": lightnings}
+    untested = [
+        f"{name} {version} (tested: {', '.join(TESTED[name])})"
+        for name, version in installed.items()
+        if ".".join(version.split(".")[:2]) not in TESTED[name]
+    ]
+    if untested:
+        rank_zero_warn(
+            f"Evener's lean steps were not tested with {' and '.join(untested)}. Lightning's own loops run instead, "
+            "which are slower; Trainer(lean=True) takes the lean steps."
+        )
+    return not untested
+
+
+REFRESH_S = 0.1
+"""Seconds between two refreshes. A refresh costs as much as several tiny training steps."""
+
+
+class TimedBar:
+    """Replaces a progress bar in a loop's `*_batch_end` hooks.
+
+    The last batch is always shown. Batch and outputs are not kept: Lightning's bars read neither.
+    """
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self._due_s = 0.0
+        self._behind: int | None = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Refresh if the interval is over or this is the epoch's last batch."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+        if last or time.perf_counter() >= self._due_s:
+            self._behind = None
+            self.bar.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+            self._due_s = time.perf_counter() + REFRESH_S
+        else:
+            self._behind = batch_idx
+
+    def catch_up(self, trainer: pl.Trainer) -> None:
+        """Show the steps not shown yet, before something else is printed."""
+        if self._behind is not None:
+            batch_idx, self._behind = self._behind, None
+            self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
+
+    def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        """Refresh if the interval is over."""
+        batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
+        loop = trainer._active_loop
+        sizes: Any = getattr(loop, "max_batches", None)
+        last = not sizes or batch_idx + 1 >= sizes[dataloader_idx]
+        if last or time.perf_counter() >= self._due_s:
+            getattr(self.bar, hook)(trainer, module, *args)
+            self._due_s = time.perf_counter() + REFRESH_S
+
+    on_validation_batch_end = partialmethod(_evaluation, "on_validation_batch_end")
+    on_test_batch_end = partialmethod(_evaluation, "on_test_batch_end")
+    on_predict_batch_end = partialmethod(_evaluation, "on_predict_batch_end")
+
 
 Base = Mapping[str, Any]
 
@@ -118,14 +203,7 @@ class HookPlan:
         return (targets, in_module) if targets or in_module else None
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then of the module.
-
-        Args:
-            *args: arguments of the module's hook; callbacks receive trainer and module before them.
-
-        Returns:
-            The return value of the module's hook; None if the module does not override it.
-        """
+        """Call a hook of the callbacks, which get trainer and module first, then of the module; return its output."""
         work = self.work.get(name)
         if work is None:
             return None

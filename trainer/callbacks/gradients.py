@@ -1,19 +1,80 @@
-"""Detect inf and nan in gradients without waiting for the device: raise an error or skip the step."""
+"""Log the gradients' norm and histograms, and detect inf and nan in them without waiting for the device."""
 
 import logging
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.options import checked
-from ...strategies.sharding.whole import own_part, total_norm
+from ...strategies.core.optimizer_states import unwrapped
+from ...strategies.core.options import Count, checked
+from ...strategies.sharding.whole import gather_tree, own_part, total_norm
 
 logger = logging.getLogger(__name__)
+
+
+class GradientNorm(pl.Callback):
+    """Log the gradient's norm before clipping, as `gradient/norm`, at every log point.
+
+    The gradient is the one that the optimizer would get without clipping: summed over replicas, averaged over ranks,
+    and unscaled under mixed precision. Reading it synchronizes with the device, at log points only.
+
+    Args:
+        norm_type: 2 for the Euclidean norm, `inf` for the largest absolute value.
+    """
+
+    def __init__(self, norm_type: float = 2.0) -> None:
+        self.norm_type = float(norm_type)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if not trainer.loggers or not trainer._logger_connector.should_update_logs:
+            return
+        several = len(trainer.optimizers) > 1
+        name = f"gradient/norm_{trainer.optimizers.index(unwrapped(optimizer))}" if several else "gradient/norm"
+        values = {name: total_norm(gradients_of(optimizer), self.norm_type).item()}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class Histograms(pl.Callback):
+    """Log histograms `weights/<parameter>` and `gradients/<parameter>` to TensorBoard after an epoch's last batch.
+
+    The gradients are those of the epoch's last step, as the optimizer got them: summed over replicas, averaged over
+    ranks, clipped. A parameter that has none, or has had it set to None, has no histogram of gradients. Every value is
+    read on the host, so this costs time with each epoch; other loggers get nothing.
+
+    Args:
+        every_n_epochs: number of epochs between histograms.
+    """
+
+    @checked
+    def __init__(self, every_n_epochs: Count = 1) -> None:
+        self.every_n_epochs = every_n_epochs
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Log the histograms after the last batch: validation, which follows, sets the gradients to None."""
+        if not trainer.is_last_batch or (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        writers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not writers:
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for name, parameter in pl_module.named_parameters():
+            for kind, values in (("weights", parameter), ("gradients", parameter.grad)):
+                if values is None:
+                    continue
+                whole = gather_tree(values.detach(), keep=trainer.is_global_zero)  # of shards, which all ranks must ask
+                for writer in writers if trainer.is_global_zero else ():
+                    writer.experiment.add_histogram(f"{kind}/{name}", whole.float().cpu(), step)
 
 
 class DetectNonFinite(pl.Callback):
@@ -60,8 +121,7 @@ class DetectNonFinite(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not gradients:
+        if not (gradients := gradients_of(optimizer)):
             return
         # The largest absolute value: unlike a sum of squares it can't overflow for finite gradients.
         finite = total_norm(gradients, torch.inf).isfinite()
@@ -115,3 +175,8 @@ class DetectNonFinite(pl.Callback):
         self._read()
 
     on_train_epoch_end = on_save_checkpoint = on_validation_start
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer will update its parameters with."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
