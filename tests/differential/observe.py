@@ -51,7 +51,7 @@ class Failure:
     def says_why(self) -> bool:
         """Whether it is a sentence, raised on purpose by Evener or Lightning."""
         own = "/evener/" in self.raised_in or "/strategies/" in self.raised_in or "/trainer/" in self.raised_in
-        named = self.kind in ("ConfigError", "MisconfigurationException")
+        named = self.kind in ("ConfigError", "PartsDiffer", "MisconfigurationException")
         meant = own and self.kind in ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
         return (named or meant) and len(self.message.split()) >= 5
 
