@@ -112,7 +112,7 @@ def proof(words: list[str]) -> None:
     Args:
         words: the rest of the command line.
     """
-    program = Path(__file__).parents[2] / "benchmarks" / "proof.py"
+    program = Path(__file__).resolve().parents[2] / "benchmarks" / "proof.py"
     if not program.is_file():
         sys.exit("Error: evener proof runs the benchmarks of a clone, which the installed package does not have. "
                  "Clone the repository, run pip install -e . there, and then evener proof.")  # fmt: skip

@@ -54,7 +54,7 @@ def test_typed_names_are_those_that_a_strategy_takes(name: str) -> None:
             taken |= set(vars(cls).get("further_options", {}))
     if "model_parallel_size" in taken:
         taken.discard("devices_per_process")  # of stages they are the same
-    if name != "ddp":
+    if name not in ("ddp", "fsdp"):
         taken.discard("global_view")  # which refuses other strategies
     assert names_of(STRATEGIES[name]) == taken
 
