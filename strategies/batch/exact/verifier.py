@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 import torch
@@ -75,6 +76,10 @@ class Verdict:
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
     constants: set[str] | None = None
     failed: bool = False
+
+
+_earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
+"""What earlier runs of a module have found, by strategy."""
 
 
 class Views(NamedTuple):
@@ -733,7 +738,10 @@ def verified(
     verdict: Verdict | None = None
     if is_first:
         verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
-        verdict = verifier.verify(args[0], views, args[1:])
+        verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})
+        if verdict.failed:  # its parameters may be shards by now
+            verdict = earlier.get(strategy.strategy_name, verdict)
+        earlier[strategy.strategy_name] = verdict
     found: Verdict = share(verdict)
     return found if found.failed and again else _told(found, is_first, verifies)
 
