@@ -45,9 +45,6 @@ class _Alone(SimulatedRanks):
         return tensor
 
 
-_ALONE = _Alone(1)
-
-
 class _Whole(GradientSync):
     """Computes steps of the whole batch on all ranks together, so that each has its gradients without an average.
 
@@ -56,7 +53,7 @@ class _Whole(GradientSync):
     """
 
     changes_evaluation = True
-    seen_ranks = _ALONE
+    seen_ranks = _Alone(1)
 
     def __init__(self, strategy: "RankStrategy", *args: Any) -> None:
         super().__init__(strategy, *args)
@@ -67,13 +64,11 @@ class _Whole(GradientSync):
 
     @override
     def begin_streams(self) -> None:
-        """Have all ranks draw the same random numbers."""
-        if dist.is_initialized():
+        if dist.is_initialized():  # all draw the same random numbers
             set_random_state(broadcast_object(random_state(), 0))
 
     @override
     def loaders_of(self, *args: Any, **kwargs: Any) -> RankLoaders:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make what gives this rank the global batch, in which each of the ranks would have one of the loader's."""
         return WholeLoaders(*args, **kwargs, num_together=self._strategy.num_together)
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
@@ -86,13 +81,13 @@ class _Whole(GradientSync):
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._num_steps += 1
-        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
+        with simulating(_Alone(1)), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
             return super().train(step, *args, **kwargs)
 
     @override
     def evaluate(self, step: Callable[[], Any]) -> Any:
         self._num_steps += 1
-        with simulating(_ALONE), torch.compiler.set_stance("force_eager"):
+        with simulating(_Alone(1)), torch.compiler.set_stance("force_eager"):
             return super().evaluate(step)
 
     @override
@@ -158,11 +153,8 @@ class WholeLoaders(RankLoaders):
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
         if self.batch_size_is == "per_device":
             raise ConfigError(
-                "ddp: global_view=true joins the batches of a loader by their indices, and this one has none. Set "
-                "batch_size_is=global, where the loader's batch is the global one."
+                "global_view joins a loader's batches by indices, which this one lacks. Set batch_size_is=global."
             )
         return super()._stream(loader, role)
 
-    @override
-    def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
-        return self._stream(loader, role)
+    _keyed = _stream

@@ -227,7 +227,7 @@ def _told_at_the_end() -> list[str]:
     return told
 
 
-NO_INDICES = "^ddp: global_view=true joins .* by their indices, and this one has none. Set batch_size_is=global"
+NO_INDICES = r"^global_view joins a loader's batches by indices, which this one lacks\. Set batch_size_is=global"
 REFUSED = {
     "stream": NO_INDICES,
     "whole batches": NO_INDICES,
