@@ -156,7 +156,7 @@ RULES: Mapping[str, Rule] = {
     """_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax cummin
     sort sort.stable argsort.stable topk gather scatter.src scatter.value scatter_.src scatter_.value scatter_add
     scatter_add_ flip roll glu glu_backward amax amin any.dim any.dims all.dim all.dims max.dim min.dim argmax argmin
-    logsumexp""": along,
+    logsumexp linalg_vector_norm""": along,
     "new_empty new_full new_ones new_zeros": made,
     "sum sum.dim_IntList mean mean.dim": summed,
     "var.correction var_mean.correction": variance,

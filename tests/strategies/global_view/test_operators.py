@@ -25,7 +25,8 @@ from evener.strategies.ranks.global_view.rows import Rows, gathered, rows_of
 SOME = ["add", "mean", "var", "corrcoef", "roll", "sort", "cumsum", "matmul", "index_select", "masked_select", "short",
         "squeeze", "split_with_sizes", "split", "bernoulli", "nn.functional.embedding",
         "nn.functional.cross_entropy", "nn.functional.conv2d", "nn.functional.batch_norm", "nn.functional.dropout",
-        "nn.functional.linear_cross_entropy", "nn.functional.ctc_loss", "scatter_add", "view", "unfold"]  # fmt: skip
+        "nn.functional.linear_cross_entropy", "nn.functional.ctc_loss", "scatter_add", "view", "unfold",
+        "linalg.vector_norm"]  # fmt: skip
 """Operators of every run; `roll` and `linear_cross_entropy` (`torch.mul(rows, y, out=z)`) were wrong in silence, and
 `corrcoef` squeezes a tensor of which a rank may have one row."""
 
