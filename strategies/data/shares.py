@@ -136,7 +136,7 @@ class RankShares:
         if not self.knows_parts:
             verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
             self.knows_parts = True
-            known = () if self.current is None else with_rows()
+            known = with_rows() if self.current is not None and self._num_ranks > 1 else ()
             self._rows_at = [place for place in known if _num_rows(batch, place) == self.num]
         if len(self._parts) > 1:
             raise ConfigError(

@@ -14,7 +14,7 @@ from .run import REMEDIED, holds, judge_all, table
 SHORT = {
     "dp": ["LitDigits", "OneCycle", "GraphClassifier", "MoCo"],
     "ddp": ["LitDigits", "Quantiles", "BestMetric", "TimeFirst", "DINO", "GatherInStep", "VQGAN"],
-    "ddp_global_view": ["CLIP", "SkippedSpikes"],
+    "ddp_global_view": ["CLIP", "SkippedSpikes", "CombinedUnequal"],
     "fsdp": ["LabelSmoothing", "Pix2Pix", "CLIP", "SkippedSpikes"],
     "model_parallel": ["Housing", "MoCo"],
 }
