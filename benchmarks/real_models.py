@@ -1,6 +1,6 @@
 """Measure samples per second of three usual models, by hand and with each framework, on one device and on two ranks.
 
-    python benchmarks/real_models.py [--models NAME ...] [--ranks 1 2] [--rounds 5] [--steps 10]
+    python benchmarks/real_models.py [--models NAME ...] [--ranks 1 2] [--rounds 5] [--steps 10] [--device cuda]
 
 | model | data |
 |---|---|
@@ -10,8 +10,10 @@
 
 In every round each framework trains right after the loop by hand, in processes of its own (one thread each, a data
 worker each), and the median time of its steps is compared with the loop's of that round. A row shows the median of the
-rounds and, in brackets, the smallest and largest. Evener and what else of Lightning, Accelerate and transformers is
-installed (the extra `benchmarks`); nothing logs but the loss of the epoch, and nothing is saved.
+rounds and, in brackets, the smallest and largest. With `--device cuda` batches have 64 samples from six workers, and
+the mean time of all steps after the first tenth is compared; the host waits for the GPU at both ends only. Evener and
+what else of Lightning, Accelerate and transformers is installed (the extra `benchmarks`); nothing logs but the loss of
+the epoch, and nothing is saved.
 """
 
 import argparse
@@ -38,8 +40,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 CONTENDERS = ("by hand", "evener", "lightning", "accelerate", "transformers")
-BATCH = 4
+BATCH = {"cpu": 4, "cuda": 64}
 """Samples of a step, over all ranks."""
+WORKERS = {"cpu": 1, "cuda": 6}
 WARM_UP = 3
 """Steps that do not count: what is prepared in the first ones is paid once in a run."""
 
@@ -149,7 +152,8 @@ class Text(Dataset[Any]):
         return self.num
 
     def __getitem__(self, i: int) -> Any:
-        window = self.bytes[i * self.length : (i + 1) * self.length + 1]
+        first = i * self.length % (len(self.bytes) - self.length)
+        window = self.bytes[first : first + self.length + 1]
         return {"x": window[:-1], "labels": window[1:], "i": torch.tensor(i)}
 
 
@@ -166,42 +170,52 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def problem(model: str, ranks: int, steps: int) -> Problem:
+def problem(model: str, ranks: int, steps: int, device: str) -> Problem:
     """The training of a model."""
-    num = BATCH * steps
+    num = BATCH[device] * steps
     net, loss, data = {
         "ResNet-18": (resnet18, cross_entropy, lambda: Drawings(num, 32, mask=False)),
         "GPT": (GPT, cross_entropy, lambda: Text(num)),
         "U-Net": (UNet, mask_loss, lambda: Drawings(num, 64, mask=True)),
     }[model]
-    return Problem(net, loss, data, BATCH, ranks, shuffle=True, workers=1, optimizer=adamw, dtype=torch.float32)
+    waits = () if device == "cpu" else (steps // 10, steps - 1)
+    return Problem(
+        net, loss, data, BATCH[device], ranks, shuffle=True, workers=WORKERS[device], optimizer=adamw,
+        dtype=torch.float32, device=device, waits=waits,
+    )  # fmt: skip
 
 
 MODELS = ("ResNet-18", "GPT", "U-Net")
 
 
-def serve(framework: str, steps: int, requests: Connection) -> None:
+def serve(framework: str, steps: int, device: str, requests: Connection) -> None:
     """Train what is asked for, in forks of a process of one framework; answers seconds per step, wall and processor."""
     load(framework)
     folder = Path(tempfile.mkdtemp())
     while (asked := requests.recv()) is not None:
         model, ranks = asked
-        made = attempt(framework, problem(model, ranks, steps), folder, limit_s=300)
+        task = problem(model, ranks, steps, device)
+        made = attempt(framework, task, folder, limit_s=300)
         if not made.outcomes:
             requests.send(made.error or made.output[-300:] or "did not end")
             continue
-        times = made.outcomes[0]["times"][WARM_UP:-1]  # the last step ends with the epoch
+        times = made.outcomes[0]["times"]
+        if task.waits:
+            first, last = task.waits
+            requests.send([(times[last][i] - times[first][i]) / (last - first) for i in (0, 1)])
+            continue
+        times = times[WARM_UP:-1]  # the last step ends with the epoch
         requests.send([statistics.median(b[i] - a[i] for a, b in pairwise(times)) for i in (0, 1)])
 
 
 def measure(
-    names: list[str], models: list[str], ranks: list[int], rounds: int, steps: int
+    names: list[str], models: list[str], ranks: list[int], rounds: int, steps: int, device: str
 ) -> Iterator[tuple[str, Any]]:
     """Yield each model on each number of ranks, and the seconds per step by framework; a text is an error."""
     context, servers = multiprocessing.get_context("fork"), {}
     for name in names:
         mine, theirs = context.Pipe()
-        context.Process(target=serve, args=(name, steps, theirs), daemon=False).start()
+        context.Process(target=serve, args=(name, steps, device, theirs), daemon=False).start()
         servers[name] = mine
     for num, model in product(ranks, models):
         cell: dict[str, Any] = {name: [] for name in names}
@@ -214,14 +228,14 @@ def measure(
         server.send(None)
 
 
-def line(row: str, cell: dict[str, Any]) -> str:
+def line(row: str, cell: dict[str, Any], batch: int) -> str:
     """A row of the table."""
     texts = []
     for name, times in cell.items():
         if errors := [value for value in times if isinstance(value, str)]:
             texts.append(f"failed: {errors[0][:80]}")
             continue
-        text = f"{BATCH / statistics.median(wall for wall, _ in times):.1f}"
+        text = f"{batch / statistics.median(wall for wall, _ in times):.1f}"
         for clock, word in enumerate(("", " processor")):
             ratios = [mine[clock] / hand[clock] for mine, hand in zip(times, cell["by hand"], strict=True)]
             text += f";{word} **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -235,16 +249,18 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--device", default="cpu", choices=BATCH)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     given = parser.parse_args()
     since, names, found = time.monotonic(), [name for name in CONTENDERS if name in installed()], {}
     print("| samples/s; multiple of the loop | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|", sep="\n")
-    for row, cell in measure(names, given.models, given.ranks, given.rounds, given.steps):
+    for row, cell in measure(names, given.models, given.ranks, given.rounds, given.steps, given.device):
         found[row] = cell
-        print(line(row, cell), flush=True)
+        print(line(row, cell, BATCH[given.device]), flush=True)
         if given.json:
             given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print(f"\n{machine()}. {given.rounds} rounds, {time.monotonic() - since:.0f} s.")
+    name = torch.cuda.get_device_name() if given.device == "cuda" else machine()
+    print(f"\n{name}. {given.rounds} rounds, {time.monotonic() - since:.0f} s.")
 
 
 if __name__ == "__main__":

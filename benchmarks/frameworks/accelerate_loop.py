@@ -17,13 +17,16 @@ def train(run: Run) -> None:
 
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=p.accumulate, kwargs_handlers=[DistributedDataParallelKwargs(**p.ddp)],
+        cpu=p.device == "cpu", gradient_accumulation_steps=p.accumulate,
+        kwargs_handlers=[DistributedDataParallelKwargs(**p.ddp)],
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), **options,
     )  # fmt: skip
     set_seed(p.seed)
     net: Any = p.net()
     made = p.optimizer(net.parameters())
-    loader: Any = DataLoader(p.data(), p.rank_batch, shuffle=p.shuffle, num_workers=p.workers)
+    loader: Any = DataLoader(
+        p.data(), p.rank_batch, shuffle=p.shuffle, num_workers=p.workers, pin_memory=p.device != "cpu"
+    )
     net, optimizer, loader = accelerator.prepare(net, made, loader)
     scheduler: Any = accelerator.prepare(p.schedule(made)) if p.schedule else None
     called = accelerator.unwrap_model(net) if p.unwrapped else net

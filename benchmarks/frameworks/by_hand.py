@@ -29,7 +29,7 @@ def reference(problem: Problem, seen: Sequence[list[list[int]]]) -> Problem:
 def train(run: Run) -> None:
     p = run.problem
     torch.manual_seed(p.seed)
-    net, data = p.net(), p.data()
+    net, data = p.net().to(p.device), p.data()
     optimizer = p.optimizer(net.parameters())
     scheduler = p.schedule(optimizer) if p.schedule else None
     sampler, called = None, net
@@ -39,12 +39,16 @@ def train(run: Run) -> None:
     if p.batches:
         loader = DataLoader(data, batch_sampler=p.batches)
     else:
-        loader = DataLoader(data, p.rank_batch, p.shuffle and sampler is None, sampler, num_workers=p.workers)
-    total, steps = torch.zeros(()), 0
+        loader = DataLoader(
+            data, p.rank_batch, p.shuffle and sampler is None, sampler, num_workers=p.workers,
+            pin_memory=p.device != "cpu",
+        )  # fmt: skip
+    total, steps = torch.zeros((), device=p.device), 0
     for epoch in range(p.epochs):
         if sampler is not None:
             sampler.set_epoch(epoch)
         for batch in loader:
+            batch = {key: value.to(p.device, non_blocking=True) for key, value in batch.items()}
             run.begin(batch)
             loss = p.loss(called, batch)
             optimizer.zero_grad()

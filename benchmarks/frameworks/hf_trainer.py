@@ -42,13 +42,13 @@ def train(run: Run) -> None:
     model = Model(run)
     optimizer = p.optimizer(model.parameters())
     args = TrainingArguments(
-        output_dir=str(run.folder), use_cpu=True, seed=p.seed, report_to="none", disable_tqdm=True,
+        output_dir=str(run.folder), use_cpu=p.device == "cpu", seed=p.seed, report_to="none", disable_tqdm=True,
         per_device_train_batch_size=p.rank_batch, per_device_eval_batch_size=p.rank_batch,
         gradient_accumulation_steps=p.accumulate, num_train_epochs=p.epochs, max_steps=p.max_steps,
         max_grad_norm=p.clip, lr_scheduler_type="constant",
         train_sampling_strategy="random" if p.shuffle else "sequential",
         save_strategy="steps" if p.save else "no", save_steps=1, remove_unused_columns=False, label_names=["labels"],
-        dataloader_num_workers=p.workers, dataloader_pin_memory=False, logging_steps=50,
+        dataloader_num_workers=p.workers, dataloader_pin_memory=p.device != "cpu", logging_steps=50,
         eval_strategy="steps" if p.validation else "no", eval_steps=1 / p.epochs / p.validations,
         ddp_find_unused_parameters=p.ddp.get("find_unused_parameters", False),
     )  # fmt: skip

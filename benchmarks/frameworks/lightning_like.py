@@ -44,11 +44,13 @@ def fit(run: Run, trainer_of: Any, newest: Any, **options: Any) -> None:
     p = run.problem
     pl.seed_everything(p.seed, workers=True, verbose=False)
     loaders = {
-        "train_dataloaders": DataLoader(p.data(), p.rank_batch, shuffle=p.shuffle, num_workers=p.workers),
+        "train_dataloaders": DataLoader(
+            p.data(), p.rank_batch, shuffle=p.shuffle, num_workers=p.workers, pin_memory=p.device != "cpu"
+        ),
         "val_dataloaders": DataLoader(p.validation(), p.rank_batch) if p.validation else None,
     }
     trainer = trainer_of(
-        accelerator="cpu", max_epochs=p.epochs, max_steps=p.max_steps, accumulate_grad_batches=p.accumulate,
+        accelerator=p.device, max_epochs=p.epochs, max_steps=p.max_steps, accumulate_grad_batches=p.accumulate,
         gradient_clip_val=p.clip or None, logger=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, enable_checkpointing=p.save, default_root_dir=run.folder,
         val_check_interval=1 / p.validations if p.validations > 1 else None, **options,

@@ -42,6 +42,8 @@ class Problem:
         manual: whether the step calls backward and the optimizer itself, where the framework has this mode.
         strategy: name of the strategy, of frameworks that have several.
         save: whether a checkpoint is saved after every step; a later run in the same folder goes on from the newest.
+        device: type of the device; on an accelerator only times are noted of a batch, which costs no wait.
+        waits: steps before which the host waits for the device, so that times between them are the device's.
     """
 
     net: Callable[[], nn.Module]
@@ -69,6 +71,8 @@ class Problem:
     strategy: str = ""
     save: bool = False
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    waits: tuple[int, ...] = ()
 
     @property
     def rank_batch(self) -> int:
@@ -97,7 +101,11 @@ class Run:
         """Note the batch whose step begins, or be killed."""
         if self.kill_after and len(self.seen) == self.kill_after * self.problem.accumulate:
             os.kill(os.getpid(), signal.SIGKILL)
+        if len(self.times) in self.problem.waits:
+            torch.accelerator.synchronize()
         self.times.append((time.perf_counter(), time.process_time()))
+        if self.problem.device != "cpu":
+            return
         self.seen.append(batch["i"].tolist())
         self.inputs.append(batch["x"].flatten(1).double().sum(1).tolist())
 

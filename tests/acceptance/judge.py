@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from differential.pool import Group
+from lightning_fabric.utilities import device_parser
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch import Tensor, nn
@@ -47,10 +48,17 @@ class Plan:
     def made(self, accelerator: str, **options: Any) -> Any:
         """The strategy; one of a single process is given its devices by name, and repeats those that there are."""
         if accelerator == "cpu" or self.ranks > 1:
-            return self.strategy(**options)
+            return self.strategy(**options | ({"backend": "gloo"} if accelerator == "cuda" else {}))
         num = torch.get_device_module(accelerator).device_count()
         names = [f"{accelerator}:{i % num}" for i in range(self.devices)]
         return self.strategy(**{"devices": names, **options} if self.devices > 1 else {"device": names[0], **options})
+
+    def indices(self, accelerator: str) -> Any:
+        """The trainer's `devices`; ranks share the GPUs that there are, by gloo."""
+        if accelerator != "cuda" or self.ranks == 1:
+            return self.devices if accelerator == "cpu" or self.ranks > 1 else 1
+        device_parser._check_unique = lambda device_ids: None  # pyright: ignore[reportPrivateUsage]
+        return [i % torch.cuda.device_count() for i in range(self.devices)]
 
 
 PLANS: dict[str, Plan] = {
@@ -148,7 +156,7 @@ def observe(name: str, plan_name: str, settled: bool = False, remedied: bool = F
             start = {key: value.clone() for key, value in _weights(module).items()}
             trainer = (pl.Trainer if plan_name == STOCK else Trainer)(
                 strategy=plan.strategy() if plan_name == STOCK else plan.made(on, **case.options.get(plan_name, {})),
-                devices=plan.devices if on == "cpu" or plan.ranks > 1 else 1, logger=kept,
+                devices=plan.indices(on), logger=kept,
                 callbacks=case.callbacks(), **{**options, **case.trainer},
             )  # fmt: skip
             given = {"datamodule": data} if isinstance(data, pl.LightningDataModule) else {}
