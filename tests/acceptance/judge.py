@@ -268,8 +268,8 @@ class Ranks(Group):
     GRACE_S = 4.0
     """Seconds that the other ranks have after one has failed."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size, 60.0, observe)
+    def __init__(self, size: int, gpus: bool = False) -> None:
+        super().__init__(size, 60.0, observe, gpus)
 
     def train(self, *job: Any) -> list[Seen]:
         """What each rank saw."""
@@ -324,7 +324,7 @@ class Judge:
         if accelerator == "late":
             late_device.library()  # built before processes wait for it
         self.accelerator = accelerator
-        self.groups = {size: Ranks(size) for size in {plan.ranks for plan in PLANS.values()}}
+        self.groups = {size: Ranks(size, accelerator == "cuda") for size in {plan.ranks for plan in PLANS.values()}}
         self.references: dict[tuple[str, bool, bool], Seen] = {}
 
     def close(self) -> None:

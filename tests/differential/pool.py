@@ -30,10 +30,13 @@ class Group:
         size: number of processes.
         timeout_s: seconds that a case may take.
         function: what the processes call with each job that is sent to them; None: `observe`.
+        gpus: whether ranks see the machine's GPUs.
     """
 
-    def __init__(self, size: int, timeout_s: float = 30.0, function: Callable[..., Any] | None = None) -> None:
-        self.size, self.timeout_s, self.function = size, timeout_s, function
+    def __init__(
+        self, size: int, timeout_s: float = 30.0, function: Callable[..., Any] | None = None, gpus: bool = False
+    ) -> None:
+        self.size, self.timeout_s, self.function, self.gpus = size, timeout_s, function, gpus
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.store: TCPStore | None = None
@@ -46,6 +49,8 @@ class Group:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             env = _environment(rank, self.size, self.store.port) if self.store is not None else {}
+            if self.size > 1 and not self.gpus:
+                env["CUDA_VISIBLE_DEVICES"] = ""
             process = context.Process(
                 target=_serve, args=(theirs, env, f"{self.log}/{rank}", self.function), daemon=True
             )
@@ -115,7 +120,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "differential", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": "",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ class FakeDevices:
 
     def __enter__(self) -> "FakeDevices":
         self._stack.enter_context(torch.no_grad())
+        # a machine with GPUs would be asked for those that are fake
+        self._stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", return_value=None))
         self._stack.enter_context(_MoveToFake(self._fake))
         return self
 
