@@ -2,8 +2,8 @@
 
 mkdocs takes pages from one folder. The READMEs, CHANGELOG.md and CONTRIBUTING.md are added to it as they are, README.md
 as the first page; a link to any other file of the repository becomes plain text, since that file is not on the site.
-Mermaid's blocks become the pictures that `drawings.py` has drawn of them. The page on configuration gets the tables of
-all options, which `reference.py` makes from conf/.
+Mermaid's blocks become the pictures that `drawings.py` has drawn of them. The page on configuration gets the files of
+conf/, which `reference.py` reads.
 """
 
 import re
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs")]  # so that the site is built without installing the package
 
 from drawings import BLOCK, name_of  # noqa: E402
-from reference import tables  # noqa: E402
+from reference import files as files_of_conf  # noqa: E402
 
 ADDED = {
     "README.md": "index.md",
@@ -47,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links to their pages on the site, drop those that have none, and add the tables of options to their page."""
+    """Lead links to their pages on the site, drop those that have none, and add the files of conf/ to their page."""
     sources = {page: name for name, page in ADDED.items()}
     folder = (ROOT / sources.get(page.file.src_uri, "docs/README.md")).parent
     if folder == ROOT:
@@ -66,4 +66,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return text
         return f"[{text}]({found}{anchor and '#'}{anchor})"
 
-    return _LINK.sub(lead, markdown) + ("\n" + tables() if page.file.src_uri == "configuration.md" else "")
+    return _LINK.sub(lead, markdown) + ("\n" + files_of_conf() if page.file.src_uri == "configuration.md" else "")

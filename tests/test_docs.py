@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import STRATEGIES, ConfigError
 from evener.strategies.batch.policies import Even, FirstChunk, Weighted
 from evener.trainer import Trainer
-from evener.trainer.config.descriptions import Option, options, summary
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -106,18 +105,11 @@ def reference() -> ModuleType:
 
 
 def test_the_sites_reference_has_the_options_of_every_file_with_their_meaning() -> None:
-    tables = reference().tables()
-    assert "| `num_nodes` | `1` | Number of machines." in tables
-    ddp = tables.partition("### `strategy=ddp`")[2].partition("### ")[0]
-    assert "| `timeout_s` |" in ddp
-    assert "logs/&lt;name>/" in tables  # place holders are no HTML
-    assert [f"### `{file.parent.name}={file.stem}`" in tables for file in CONF.glob("*/*.yaml")].count(False) == 0
-
-
-def test_the_reference_reads_comments_above_and_beside() -> None:
-    text = "# What it is.\n_target_: a.B\n\n# Seconds to wait.\ntimeout_s: 3\nnested:\n  key: x # beside\n"
-    assert summary(text) == "What it is."
-    assert options(text) == [Option("timeout_s", "3", "Seconds to wait."), Option("nested.key", "x", "beside")]
+    page = reference().files()
+    assert "# Number of machines." in page.partition("## callbacks")[0]
+    ddp = page.partition("### `strategy=ddp`")[2].partition("### ")[0]
+    assert "# Seconds that a rank waits for the others before it fails.\ntimeout_s: 1800\n" in ddp
+    assert [f"### `{file.parent.name}={file.stem}`" in page for file in CONF.glob("*/*.yaml")].count(False) == 0
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

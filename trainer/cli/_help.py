@@ -1,4 +1,4 @@
-"""Print `--help`: every group with its files, and every key with its type, value and meaning; and describe mistakes.
+"""Print `--help`: every group with its files, and the files that are chosen, whose comments explain every key.
 
 A configuration that Hydra can't compose, or that does not resolve, is described in one sentence.
 """
@@ -17,27 +17,27 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ...strategies.core.options import as_given
-from ..config.descriptions import all_options, choices_with, first_sentence, group_notes, leaves, options
-from ..config.group_files import PACKAGE, Source
+from ..config.group_files import PACKAGE, Source, first_sentence
 from ..config.nearest import GONE, did_you_mean, nearest
 
 INDENT = 34
 """Characters of the column of names."""
 
-KINDS = {bool: "true or false", int: "int", float: "float", str: "text", list: "list", dict: "mapping"}
-
 
 def show_help(source: Source, overrides: Sequence[str]) -> None:
-    """Print groups, keys and examples for a configuration; overrides decide which files' keys are listed."""
+    """Print the groups with their files, and the text of the files that overrides choose; examples at the end."""
     cfg = source.compose([*overrides, "hydra.runtime.output_dir=''"], return_hydra=True)
-    choices: dict[str, Any] = {str(k): v for k, v in cfg.hydra.runtime.choices.items()}
+    chosen: dict[Any, Any] = dict(cfg.hydra.runtime.choices)
+    choices = {str(group): name for group, name in chosen.items() if not str(group).startswith("hydra")}
+    files = [source.config_name, "train"]
+    for group, name in choices.items():
+        files += source.chain(f"{group}/{name}")
     lines = [
         str(cfg.hydra.help.header), "",
         "== Groups ==  choose a file with group=file, such as strategy=ddp; * is chosen now",
         *group_lines(source, choices), "",
         "== Keys ==  set a value with key=value, such as module.lr=0.1; the keys of other files: --help strategy=ddp",
-        *key_lines(source, cfg, choices), "",
+        *(f"\n--- {name}.yaml\n{text.rstrip()}" for name in dict.fromkeys(files) if (text := source.text(name))), "",
         "== Examples ==", str(cfg.hydra.help.footer),
     ]  # fmt: skip
     sys.stdout.write("\n".join(lines) + "\n")
@@ -45,34 +45,13 @@ def show_help(source: Source, overrides: Sequence[str]) -> None:
 
 def group_lines(source: Source, choices: dict[str, Any]) -> Iterator[str]:
     """One line per group, with what it is for, and one per file, with its first sentence."""
-    notes = group_notes(source)
+    notes = source.notes()
     for group in source.groups():
         if group != "hydra":
             yield f"{group}: {notes[group]}" if group in notes else group
             for name in source.files(group):
                 mark = "*" if choices.get(group) == name else " "
                 yield from entry(f"{mark} {name}", first_sentence(source.text(f"{group}/{name}")))
-
-
-def key_lines(source: Source, cfg: DictConfig, choices: dict[str, Any]) -> Iterator[str]:
-    """One entry per key: its value, its type and its meaning; without Hydra's own and `_target_`."""
-    meanings = comments(source, choices)
-    plain: Any = OmegaConf.to_container(cfg, resolve=False)
-    for key, value in leaves({key: value for key, value in plain.items() if key != "hydra"}):
-        if key.rpartition(".")[2] != "_target_":
-            refers = isinstance(value, str) and ("${" in value or value == "???")
-            kind = "" if refers or value is None else f"({KINDS[type(value)]}) "
-            yield from entry(f"  {key}={as_given(value)}", f"{kind}{meanings.get(key, '')}")
-
-
-def comments(source: Source, choices: dict[str, Any]) -> dict[str, str]:
-    """The comment of every key that has one: those of the root, and of the chosen files."""
-    roots = [option for root in (source.config_name, "train") for option in options(source.text(root))]
-    named = [(option.name, option) for option in roots]
-    named += [
-        (f"{group}.{o.name}", o) for group, name in choices.items() for o in all_options(source, f"{group}/{name}")
-    ]
-    return {name: option.comment for name, option in reversed(named) if option.comment}
 
 
 def entry(name: str, meaning: str) -> list[str]:
@@ -126,7 +105,7 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     value = next((word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")), "...")
     if option and chosen_one == "custom":
         return f"{key} is an option of your own class, so it is not in {group}=custom. Add it with +{key}={value}."
-    others = choices_with(source, group, option.partition(".")[0]) if option else []
+    others = source.with_option(group, option.partition(".")[0]) if option else []
     if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
         named = " and ".join(f"{group}={name}" for name in others)
         return f"{key} is not an option of {group}={chosen_one}, but of {named}."
@@ -164,9 +143,7 @@ def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
         return f"The configuration is incomplete: {reason}. Set that key."
     group, option = missing.groups()
     given = str(cfg[group].get("_target_", group)).rpartition(".")[2]
-    choices = (
-        " or ".join(f"{group}={name}" for name in choices_with(PACKAGE, group, option)) or f"a {group} that has it"
-    )
+    choices = " or ".join(f"{group}={name}" for name in PACKAGE.with_option(group, option)) or f"a {group} that has it"
     return (
         f"{exc.full_key} reads {group}.{option}, which {given} does not have. Choose {choices}, or set {exc.full_key}."
     )

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..config.descriptions import first_sentence
+from ..config.group_files import first_sentence
 from ..job import tables
 from . import main as command
 from ._help import entry

@@ -1,6 +1,6 @@
 """Check a configuration before training; each error says what was given, what is allowed and what to do."""
 
-import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,9 +22,8 @@ from ...strategies.core.device_names import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ...strategies.core.options import hints_of, verify_value
 from ...strategies.registry import num_processes
-from .descriptions import all_options
 from .group_files import PACKAGE
-from .nearest import did_you_mean, nearest, verify_not_gone
+from .nearest import did_you_mean, verify_not_gone
 from .plain_values import NARROWER, SEARCHED, verify_plain, whole
 
 MADE_ELSEWHERE = {
@@ -182,10 +180,7 @@ def leave_out_defaults(cfg: DictConfig) -> None:
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     left = [] if takes_all else [name for name in cfg.strategy if name != "_target_" and name not in parameters]
     if left:
-        texts = (
-            {o.name: o.default for o in all_options(PACKAGE, f"strategy/{file}")} for file in PACKAGE.files("strategy")
-        )
-        files = [plain(OmegaConf.create("\n".join(f"{key}: {value}" for key, value in text.items()))) for text in texts]
+        files = [PACKAGE.values(f"strategy/{file}") for file in PACKAGE.files("strategy")]
         chosen = max((file for file in files if file.keys() <= cfg.strategy.keys()), key=len, default={})
         for name in left:
             if name in chosen and chosen[name] == plain(cfg.strategy[name]):
@@ -223,14 +218,7 @@ def verify_target(key: str, options: Any, kind: type) -> type:
         raise ConfigError(
             f"{key}._target_={target} can't be imported by workers. Move the class from __main__ to a module."
         )
-    try:
-        found = pkgutil.resolve_name(target)
-    except Exception as exc:  # of the module's code
-        reason, suggestion = why_not_found(target, kind, exc)
-        raise ConfigError(
-            f"{key}._target_={target} can't be imported: {reason}. "
-            f"{suggestion or f'Give the import path of {expected}.'}"
-        ) from exc
+    found = imported(key, target, kind, expected)
     if is_class(found) and issubclass(found, kind):
         return found
     verify_family(found)
@@ -243,36 +231,43 @@ def is_class(value: object) -> TypeIs[type[Any]]:
     return issubclass(type(value), type)
 
 
-def why_not_found(target: str, kind: type, exc: Exception) -> tuple[str, str]:
-    """Say why a target of a base class can't be imported, and what is suggested, perhaps nothing."""
-    found, rest, error = nearest_module(target)
-    if error is not None:
-        return str(error).splitlines()[-1] if str(error) else repr(error), ""
-    if found is None:
-        name = target.partition(".")[0]
-        return f"No module named '{name}' in {os.getcwd()} or among the installed packages", ""
-    classes = [name for name, value in vars(found).items() if is_class(value) and issubclass(value, kind)]
-    own = [name for name in classes if vars(found)[name].__module__ == found.__name__] or classes
-    own += [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
-    near = nearest(rest.partition(".")[0], own)
-    has = f"it has {', '.join(own[:8])}" if own else f"it has no {kind.__name__}"
-    suggestion = f"Did you mean {found.__name__}.{near}?" if near else ""
-    return f"the module {found.__name__} was found, but has no {rest}; {has}", suggestion
+def imported(key: str, target: str, kind: type = object, expected: str = "a class") -> Any:
+    """Import what a dotted path names.
 
-
-def nearest_module(target: str) -> tuple[ModuleType | None, str, Exception | None]:
-    """Import as much of a dotted path as there is: the innermost module, the rest, and the error of the next."""
-    parts, found = target.split("."), None
-    for i in range(len(parts)):
-        name = ".".join(parts[: i + 1])
-        try:
-            found = importlib.import_module(name)
-        except ModuleNotFoundError as exc:
-            absent = exc.name is not None and (name == exc.name or name.startswith(f"{exc.name}."))
-            return found, ".".join(parts[i:]), None if absent else exc
-        except Exception as exc:  # noqa: BLE001  # whatever the module's code raises
-            return found, ".".join(parts[i:]), exc
-    return found, "", None
+    Raises:
+        ConfigError: it can't be imported; of a module that has no such name, the subclasses of `kind` are listed.
+    """
+    name, _, rest = target.partition(".")
+    try:
+        found: Any = importlib.import_module(name)
+        while rest:
+            part, _, after = rest.partition(".")
+            inner = f"{getattr(found, '__name__', '')}.{part}"
+            if hasattr(found, "__path__") and importlib.util.find_spec(inner) is not None:
+                found = importlib.import_module(inner)
+            elif hasattr(found, part):
+                found = getattr(found, part)
+            else:
+                break
+            rest = after
+    except Exception as exc:  # whatever the module's code raises
+        is_absent = isinstance(exc, ModuleNotFoundError) and exc.name == name
+        where = f"No module named '{name}' in {os.getcwd()} or among the installed packages"
+        reason = where if is_absent else (str(exc).splitlines() or [repr(exc)])[-1]
+        raise ConfigError(
+            f"{key}._target_={target} can't be imported: {reason}. Give the import path of {expected}."
+        ) from exc
+    if not rest:
+        return found
+    has = [n for n, value in vars(found).items() if is_class(value) and issubclass(value, kind)]
+    has = [n for n in has if vars(found)[n].__module__.startswith(found.__name__)]
+    has += [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
+    told = f"it has {', '.join(has[:8])}" if has else f"it has no {kind.__name__}"
+    advice = did_you_mean(rest.partition(".")[0], has, f"{found.__name__}.") or f" Give the import path of {expected}."
+    raise ConfigError(
+        f"{key}._target_={target} can't be imported: the module {found.__name__} was found, but has no {rest}; {told}."
+        f"{advice}"
+    )
 
 
 def verify_nested(key: str, options: Any) -> None:
@@ -288,12 +283,8 @@ def verify_nested(key: str, options: Any) -> None:
         verify_nested(f"{key}.{name}" if key else str(name), child)
     if not isinstance(options, dict) or "_target_" not in options:
         return
-    target = str(options["_target_"])
-    verify_not_gone(target)
-    try:
-        found = pkgutil.resolve_name(target)
-    except Exception as exc:
-        raise ConfigError(f"{key}._target_={target} can't be imported. Give the import path of a class.") from exc
+    verify_not_gone(target := str(options["_target_"]))
+    found = imported(key, target)
     if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
             f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "

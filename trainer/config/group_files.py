@@ -1,12 +1,14 @@
 """Read configuration groups: this package's and those of a project, with the options that their files inherit."""
 
-from collections.abc import Generator, Sequence
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable  # since Python 3.11
 
 CONFIG_MODULE = "evener.conf"
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,28 @@ class Source:
         files = (folder / f"{name}.yaml" for folder in self.folders())
         return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
+    def chain(self, name: str) -> list[str]:
+        """A file, such as `strategy/ddp`, and those that it inherits by its defaults list, its own bases first."""
+        listed = (yaml.load(self.text(name), _Loader) or {}).get("defaults", [])
+        named = [entry for entry in listed if isinstance(entry, str) and entry != "_self_"]
+        return [name, *(file for base in named for file in self.chain(f"{name.rpartition('/')[0]}/{base}"))]
+
+    def values(self, name: str) -> dict[str, Any]:
+        """The keys of a file, such as `strategy/ddp`, and those that it inherits, with their values as written."""
+        found: dict[str, Any] = {}
+        for file in reversed(self.chain(name)):
+            found |= yaml.load(self.text(file), _Loader) or {}
+        return {key: value for key, value in found.items() if key != "defaults"}
+
+    def with_option(self, group: str, option: str) -> list[str]:
+        """Names of the files of a group that have an option; sorted."""
+        return [name for name in self.files(group) if option in self.values(f"{group}/{name}")]
+
+    def notes(self) -> dict[str, str]:
+        """What the root configuration's defaults list says beside each group."""
+        text = f"{self.text('train')}\n{self.text(self.config_name)}"
+        return dict(re.findall(r"^  - (?:override |optional )?/?(\w+): \w+ +# (.*)$", text, re.MULTILINE))
+
     def options(self, group: str, name: str) -> DictConfig:
         """Compose one file of a group, with the bases in its defaults list; interpolations stay unresolved."""
         cfg = self.compose([f"{group}={name}"])
@@ -99,6 +125,13 @@ PACKAGE = Source()
 """This package's own configuration."""
 
 
+def first_sentence(text: str) -> str:
+    """The comment that a file opens with, up to its first full stop or command."""
+    comment = re.match(r"(?:# @.*\n)*((?:#(?!  ).*\n)*)", text)
+    told = " ".join(line.lstrip("# ") for line in (comment[1] if comment else "").splitlines())
+    return re.split(r"(?<=[a-z)\]\d])\.(?:\s|$)|: `", told)[0].strip(": ")
+
+
 @contextmanager
 def _no_other_hydra() -> Generator[None]:
     """Put the command line's Hydra aside inside the block: there can be only one at a time."""
@@ -108,3 +141,12 @@ def _no_other_hydra() -> Generator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = current
+
+
+def leaves(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings with their keys joined by dots; an empty mapping is a value."""
+    for key, value in options.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value

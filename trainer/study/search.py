@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ..config.checks import plain, strategy_name
-from ..config.descriptions import leaves
+from ..config.group_files import leaves
 from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log

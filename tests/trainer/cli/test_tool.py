@@ -108,9 +108,9 @@ def test_a_project_shows_every_group_with_what_each_file_is(
         assert re.search(rf"^{group}(: |$)", told, re.MULTILINE), group
     assert re.search(r"^\* ddp +One process per device", told, re.MULTILINE)
     assert re.search(r"^\* spirals +A small network", told, re.MULTILINE)
-    assert re.search(r"^  module.hidden=64 +\(int\) Units of each hidden layer", told, re.MULTILINE)
-    assert re.search(r"^  strategy.timeout_s=1800 +\(int\) Seconds that a rank waits", told, re.MULTILINE)
-    assert re.search(r"^  name=mine +\(text\) First part", told, re.MULTILINE)
+    assert "\n# Units of each hidden layer.\nhidden: 64\n" in told
+    assert "\n# Seconds that a rank waits for the others before it fails.\ntimeout_s: 1800\n" in told
+    assert "\nname: mine\n" in told
 
 
 @pytest.mark.long
