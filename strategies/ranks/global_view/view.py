@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...batch.whole.gathering import SimulatedRanks, simulating
+from ...core.devices import is_accelerator
 from ...core.errors import ConfigError
 from ...core.rng import random_state, set_random_state
 from ...core.types import Batch, Unit
@@ -24,6 +25,7 @@ from ...data.sampling import Cut as BatchCut
 from ...data.sampling import Deal
 from ...distributed.objects import broadcast_object
 from ...distributed.same_weights import verify_same_layout
+from ...sharding.whole import broadcast_together
 from ..gradient_sync import GradientSync
 from ..shard_sync import ShardSync
 from . import elementwise, layout, sums
@@ -33,6 +35,9 @@ from .rows import Rows, gathered, register, rows_of
 if TYPE_CHECKING:
     from ..strategy import RankStrategy
 
+
+_BUCKET_BYTES = 25 * 2**20
+"""Of gradients that are sent together."""
 
 register({**elementwise.RULES, **layout.RULES, **sums.RULES})
 
@@ -119,6 +124,14 @@ class WholeBatch(_Whole):
     @override
     def wrap(self, wrap: Callable[[], None]) -> None:
         verify_same_layout(self._strategy.module, self._strategy.strategy_name)
+
+    @override
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        gradients = [p.grad for p in self._strategy.module.parameters() if p.grad is not None]
+        if is_accelerator(self._strategy.root_device) and gradients and dist.get_world_size() > 1:
+            # kernels of accelerators may add in another order each time, also where all ranks compute the same
+            broadcast_together(gradients, _BUCKET_BYTES)
 
 
 class WholeBatchOfShards(_Whole, ShardSync):
