@@ -1,20 +1,18 @@
-"""Synchronize BatchNorm statistics over the global batch, on any device.
+"""Synchronize BatchNorm statistics over the global batch, on any device; torch's SyncBatchNorm refuses the CPU.
 
-torch's SyncBatchNorm refuses the CPU. This one takes torch's kernels for whatever has the size of the batch, and
-exchanges the moments of each rank's samples: once in forward, and the sums of the gradients once in backward.
+The moments of each rank's samples are exchanged once in forward, and their gradients once in backward.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from .objects import gather_rows
 from .reduction import all_reduce
 
 
@@ -34,10 +32,15 @@ class SyncedBatchNorm(_BatchNorm):
         if not self.training and self.running_mean is not None:
             return self.plain_class.forward(self, input)
         self._check_input_dim(input)
-        mean, variance, num = _global_moments(input.detach(), self.counts)
+        values = input if input.dtype in (torch.float32, torch.float64) else input.float()
+        mean, variance, num = _global_moments(values, self.counts)
         if self.training and self.track_running_stats:
-            self._track(mean, variance * num / (num - 1))
-        return _Normalized.apply(input, self.weight, self.bias, mean, variance, num, self.eps, self.counts)
+            self._track(mean.detach(), (variance * num / (num - 1)).detach())
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        output = (values - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+        if self.affine:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        return output.to(input.dtype)
 
     @override
     def _check_input_dim(self, input: Tensor) -> None:
@@ -55,116 +58,38 @@ class SyncedBatchNorm(_BatchNorm):
             running.lerp_(batch.to(running.dtype), momentum)
 
 
-def _global_moments(input: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the moments of the global batch from those of each rank (Chan, Golub and LeVeque 1979).
 
     Args:
-        input: this rank's samples, shape (N, C, ...).
+        values: this rank's samples, shape (N, C, ...).
         counts: whether they count.
 
     Returns:
-        Mean and biased variance, each of shape (C,), and the number of values per channel, shape (1,); in float32 or
-        float64.
+        Mean and biased variance, each of shape (C,), and the number of values per channel, shape ().
 
     Raises:
         ValueError: there is one value per channel, which has no variance; plain BatchNorm refuses it, too.
     """
-    values = _in_full(input)
-    num = counts * values.numel() // values.shape[1]
-    own = values.new_zeros(2 * values.shape[1] + 1)
-    if num:
-        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
-        torch.cat([mean, variance, values.new_full((1,), num)], out=own)  # new_tensor would wait for the device
-    means, variances, nums = gather_rows(own).split([values.shape[1], values.shape[1], 1], 1)
-    total = nums.sum(0)
-    if num <= 1 and total <= 1:  # the total is read back only where this rank has next to nothing
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got {int(total)} on all ranks together"
-        )
-    mean = (means * nums).sum(0) / total
-    return mean, ((variances + (means - mean).square()) * nums).sum(0) / total, total
-
-
-class _Normalized(torch.autograd.Function):
-    """Normalizes this rank's samples by the moments of the global batch; its backward sums over ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        num: Tensor,
-        eps: float,
-        counts: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight, bias, mean, variance, num)
-        ctx.eps, ctx.counts = eps, counts
-        return F.batch_norm(input, mean, variance, weight, bias, eps=eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        if torch.is_grad_enabled():  # a gradient of gradients needs the moments as functions of the input
-            return (*_composed_backward(ctx, grad), *_NOT_NEEDED)
-        input, weight, _, mean, variance, num = ctx.saved_tensors
-        scale = torch.ones_like(mean) if weight is None else weight
-        grad_input, grad_weight, grad_bias = _own_gradients(grad, input, scale, mean, variance, ctx.eps)
-        sums = torch.stack([grad_bias, grad_weight]).to(mean.dtype)
-        all_reduce(sums)
-        if ctx.counts:
-            deviation = (variance + ctx.eps).rsqrt()
-            constant, slope = sums * (scale * deviation / num)
-            shape = _per_channel(input)
-            common = (
-                (input - mean.reshape(shape)).mul_((slope * deviation).reshape(shape)).add_(constant.reshape(shape))
-            )
-            grad_input = (grad_input - common).to(input.dtype)
-        own = (None, None) if weight is None else (grad_weight, grad_bias)
-        return (grad_input, *own, *_NOT_NEEDED)
-
-
-_NOT_NEEDED = (None,) * 5
-
-
-def _own_gradients(
-    grad: Tensor, input: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weight and bias, as if the moments were constants."""
-    if not input.numel():  # torch's kernel on the CPU divides by the size
-        return torch.zeros_like(input), torch.zeros_like(scale), torch.zeros_like(scale)
-    return torch.ops.aten.native_batch_norm_backward(
-        grad, input, scale, mean, variance, None, None, False, eps, [True, True, True]
+    dims, num_channels = [0, *range(2, values.dim())], values.shape[1]
+    num = counts * values.numel() // num_channels
+    total = values.sum(dims)
+    own_mean = total / max(1, values.numel() // num_channels)
+    squares = (values - own_mean.view(1, -1, *[1] * (values.dim() - 2))).square().sum(dims)
+    own = torch.cat([total * counts, squares * counts, values.new_full((1,), num)])
+    others = torch.zeros_like(own)
+    table = _SumOverRanks.apply(
+        torch.stack([own if rank == dist.get_rank() else others for rank in range(dist.get_world_size())])
     )
-
-
-def _composed_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
-    """The gradients of input, weight and bias as functions of all three, composed of differentiable sums over ranks."""
-    saved: list[Any] = list(ctx.saved_tensors)
-    input, weight, bias, *_, num = saved
-    values, shape = _in_full(input), _per_channel(input)
-    dims = [0, *range(2, values.dim())]
-    mean = _SumOverRanks.apply(values.sum(dims) * float(ctx.counts)) / num
-    centered = values - mean.reshape(shape)
-    variance = _SumOverRanks.apply(centered.square().sum(dims) * float(ctx.counts)) / num
-    output = centered * (variance + ctx.eps).rsqrt().reshape(shape)
-    if weight is not None:
-        output = output * weight.reshape(shape) + bias.reshape(shape)
-    needs: list[bool] = list(ctx.needs_input_grad[:3])
-    inputs: Any = [tensor for tensor, needed in zip((input, weight, bias), needs, strict=True) if needed]
-    gradients = torch.autograd.grad(output.to(input.dtype), inputs, grad, create_graph=True)
-    found = iter(gradients)
-    return [next(found) if needed else None for needed in needs]
-
-
-def _in_full(input: Tensor) -> Tensor:
-    return input if input.dtype in (torch.float32, torch.float64) else input.float()
-
-
-def _per_channel(input: Tensor) -> list[int]:
-    return [1, -1, *[1] * (input.dim() - 2)]
+    totals, squares, nums = table.split([num_channels, num_channels, 1], 1)
+    whole = nums.sum()
+    if num <= 1 and whole <= 1:  # the number is read back only where this rank has next to nothing
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got {int(whole)} on all ranks together"
+        )
+    mean = totals.sum(0) / whole
+    apart = (totals / nums.clamp_min(1) - mean).square() * nums
+    return mean, (squares + apart).sum(0) / whole, whole
 
 
 class _SumOverRanks(torch.autograd.Function):
