@@ -72,10 +72,11 @@ def empty_copy(metric: nn.Module, memo: dict[int, Any] | None = None) -> Any:
 
 
 class PartValues:
-    """Calls `forward` of metrics with parts of a batch; a metric's `compute` is replaced once, until `close`."""
+    """Calls `forward` of metrics with parts of a batch, and `keep` before each value of a part; until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Metric], None] = lambda metric: None) -> None:
         self._computes: dict[int, _Compute] = {}
+        self._keep = keep
 
     def forward(self, metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `forward` of a metric, perhaps replaced; the metric counts the samples in any case.
@@ -84,7 +85,7 @@ class PartValues:
             The value of these samples, or a `NoValue`.
         """
         if id(metric) not in self._computes:
-            self._computes[id(metric)] = _Compute(metric)
+            self._computes[id(metric)] = _Compute(metric, self._keep)
         compute = self._computes[id(metric)]
         compute.depth += 1
         try:
@@ -104,11 +105,13 @@ class PartValues:
 class _Compute(Replacement):
     """Returns a `NoValue`, while `forward` gets a part of a batch, where there is no value."""
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, keep: Callable[[Metric], None]) -> None:
         super().__init__(metric, "compute", self._call)
-        self.depth = 0
+        self.depth, self._keep = 0, keep
 
     def _call(self, compute: Callable[[], Any]) -> Any:
+        if self.depth:
+            self._keep(self.owner)  # pyright: ignore[reportArgumentType]  # a Metric
         try:
             return compute()
         except NoValueError:

@@ -32,6 +32,7 @@ from ..core.untraced_step import untraced_step
 from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
 from ..data.shares import RankShares
+from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
 from ..distributed.same_weights import Agreement
@@ -79,7 +80,7 @@ class RankStep(StepContract):
         self.reader.values.over_ranks = num_ranks > 1
         mean = self._strategy.group.mean
         self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
-        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part, self._hook)
+        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part)
         self.metrics.sync.is_whole = num_ranks == 1
 
     def begin_pass(self, evaluation: Any) -> None:
@@ -91,24 +92,21 @@ class RankStep(StepContract):
         combined = getattr(evaluation, "_combined_loader", None)
         verify_side_by_side(combined, self._strategy.strategy_name)
 
-    def _part(self) -> tuple[float, bool] | None:
-        """This rank's fraction of the batch in process, as `PartNumbers` asks for it."""
-        results, shares = self._trainer._results, self.shares
-        if results is None or results.batch is None:
-            return None
-        if not shares.counts:
-            return 0.0, False
-        if not shares.is_part:
-            return None
-        share = shares.current
-        return (1 / self._strategy.world_size, False) if share is None else (share.num / share.total, share.num == 1)
+    def _part(self) -> Part:
+        """This rank's part of the batch in process, and whose hook runs."""
+        results, shares, share = self._trainer._results, self.shares, self.shares.current
+        in_batch = results is not None and results.batch is not None
+        hook = "" if self._in_step else "batch" if in_batch else "epoch"
+        if not in_batch or not shares.is_part:
+            return 1.0, False, hook
+        if share is None:
+            return 1 / self._strategy.world_size, False, hook
+        return share.num / share.total, share.num == 1, hook
 
-    def _hook(self) -> str:
-        """Whose hook runs, as `PartNumbers` asks for it."""
-        if vars(self._module)["_current_fx_name"] in _STEPS:
-            return ""
-        results = self._trainer._results
-        return "epoch" if results is None or results.batch is None else "batch"
+    @property
+    def _in_step(self) -> bool:
+        """Whether a step of the module runs, and no hook."""
+        return vars(self._module)["_current_fx_name"] in _STEPS
 
     @property
     @override
@@ -130,7 +128,7 @@ class RankStep(StepContract):
         combined: Any = (trainer.fit_loop if trains else self._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
         assert metrics is not None
-        metrics.steps.begin_batch(shares.is_part, shares.counts)
+        metrics.steps.begin_batch(shares.counts)
         step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
@@ -155,7 +153,7 @@ class RankStep(StepContract):
         Raises:
             ConfigError: it is a step of an evaluation that only some ranks run.
         """
-        if self.metrics is None or self._hook():
+        if self.metrics is None or not self._in_step:
             return False
         share, all_run = self.shares.current, self._trainer.training or self._strategy.sync.evaluates_together
         if share is not None and share.some_empty and not all_run:
@@ -229,13 +227,11 @@ class RankStep(StepContract):
 
     def _verify(self, args: Sequence[Any], again: bool = False) -> None:
         """Find out before the first step by what losses divide, on rank 0 for all."""
-        strategy, metrics = self._strategy, self.metrics
-        assert metrics is not None
+        strategy = self._strategy
         self._is_verified = True
         views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
-        with metrics.steps.unrecorded() if is_first else nullcontext():
-            found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
+        found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
         if found.failed and again:
             self._is_verified = False
             return
@@ -287,15 +283,12 @@ class RankStep(StepContract):
 
     def find_values(self) -> None:
         """Find out before an evaluation how what it logs follows from parts, on rank 0 for all where it can."""
-        strategy, metrics = self._strategy, self.metrics
-        assert metrics is not None
-        together = strategy.sync.evaluates_together
+        strategy = self._strategy
         views = Views(strategy.world_size > 1, strategy.layout.cuts_evaluation)
-        with metrics.steps.unrecorded():
-            if together:
-                strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
-            else:
-                find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
+        if strategy.sync.evaluates_together:
+            strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
+        else:
+            find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:

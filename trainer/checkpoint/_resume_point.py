@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.internals import callbacks_of
-from ...strategies.distributed.metrics.states import SavedMetric, combined_states
+from ...strategies.distributed.metrics.states import SavedMetric, resumed_states
 from ...strategies.registry import ranks_of
 from ..logging.series import on_other_ranks
 from ._host_memory import HostMemory
@@ -191,7 +191,7 @@ def _metric_part(name: str, metric: Metric, saved: Sequence[SavedMetric], first:
     if not used:
         return saved[0].to_dict()
     count = max(one.num_updates for one in used)
-    whole = combined_states(metric, used)
+    whole = resumed_states(metric, used)
     if whole is None:
         raise ConfigError(
             f"The checkpoint was written within an epoch with {len(saved)} processes, and what "

@@ -5,16 +5,14 @@ weight. One device gives it one number, the mean over all samples. Each rank's n
 
     self.train_loss.update(loss)     rank 0, 3 samples: 3/4     rank 1, 1 sample: 1/4     sum 1, as on one device
 
-The largest, the smallest or the list of such numbers is not known of parts, and their sum may be a sum of means.
-
-What a hook gives, outside of a step, is one device's if all ranks give the same (the norm of a gradient, the value of
-another metric). It counts once; whether it is the same shows where the ranks' states are combined.
+The largest, the smallest or the list of such numbers is not known of parts, and their sum may be a sum of means. What a
+hook gives outside of a batch counts once if all ranks give the same, which shows where their states are combined.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from numbers import Integral, Number
-from threading import RLock
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ...core.errors import ConfigError
+from ...core.patching import replaced
 from .states import Sent
 
 GIVEN = "given_per_part"
@@ -31,56 +30,56 @@ hook outside of a step, a number that may be the `whole` batch's or a `count`.""
 
 _ROUNDING = 1e-6
 
+Part = tuple[float, bool, str]
+"""This rank's fraction of the samples of the batch in process, whether that is one sample, and whose hook runs: that of
+a `batch` or of an `epoch`; empty if a step of the module runs. The fraction is 1 outside of a batch."""
 
-class PartNumbers:
-    """Stands before `update` of every aggregator while a run lasts.
 
-    Args:
-        part: returns this rank's fraction of the samples of the batch in process, and whether that is one sample; None
-            outside of a batch, and if this rank has all of its samples; of one without samples the fraction is 0.
-        hook: returns whose hook runs, that of a `batch` or of an `epoch`; empty if a step of the module runs.
+class WeighedUpdate:
+    """Stands for `update` of a class of aggregators.
+
+    It takes precedence over the method that each metric has in its own dictionary, as a property does.
     """
 
-    def __init__(self, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
-        self._part, self._hook = part, hook
-        self._lock = RLock()  # micro-batches may run in threads
+    def __init__(self, own: Callable[..., None], part: Callable[[], Part]) -> None:
+        self.own, self._part = own, part
 
-    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
-        """Yield what takes the place of `update` of aggregators: the class, the method's name and the method."""
-        for kind in kinds:
-            # `issubclass` of an ABC takes ten times as long
-            if BaseAggregator in kind.__mro__ and "update" in vars(kind):
-                yield kind, "update", _Update(kind.update, self._update)
+    def __get__(self, metric: Any, kind: type[Metric]) -> Any:
+        update = None if metric is None else vars(metric).get("update")
+        # a metric that is being made wraps the method of its class
+        return self.own.__get__(metric) if update is None else partial(self._update, metric, update)
+
+    def __set__(self, metric: Any, update: Callable[..., None]) -> None:
+        vars(metric)["update"] = update
 
     def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        given = [*args, *kwargs.values()]
+        number, *weights = (*args, *kwargs.values())
         kinds: set[str] = vars(metric).setdefault(GIVEN, set())
-        weight = None
-        if not _is_number(given[0]):
+        if not (isinstance(number, Number) or (isinstance(number, Tensor) and not number.dim())):
             kinds.add("sample")
-        elif len(given) == 1:  # a weight that is given is that of the part
-            weight = self._weight(metric, given[0], kinds)
-        if weight is None:
-            update(*args, **kwargs)
+        elif not weights and (weight := self._weight(metric, number, kinds)) != 1.0:  # else that of the part
+            with ExitStack() as stack:  # by its states, as not all metrics take a weight into account
+                before = {name: vars(metric)[name] for name in ("mean_value", "weight")}
+                for name, value in before.items():
+                    stack.enter_context(replaced(metric, name, torch.zeros_like(value)))
+                update(number)
+                now = {name: value.add(vars(metric)[name], alpha=weight) for name, value in before.items()}
+            vars(metric).update(now)
             return
-        with self._lock:  # by its states, as not all metrics take a weight into account
-            states = vars(metric)  # which `setattr` writes to at several times the cost
-            before = {name: states[name] for name in ("mean_value", "weight")}
-            states.update({name: torch.zeros_like(value) for name, value in before.items()})
-            update(*args, **kwargs)
-            states.update({name: torch.add(value, states[name], alpha=weight) for name, value in before.items()})
+        update(*args, **kwargs)
 
-    def _weight(self, metric: BaseAggregator, number: Any, kinds: set[str]) -> float | None:
-        """What a number counts for, and note what it is; None for one that counts as it is."""
-        part, hook, adds = self._part(), self._hook(), isinstance(metric, SumMetric) and not _is_fraction(number)
-        if hook == "epoch" or (hook and not adds and not isinstance(metric, MeanMetric)):
+    def _weight(self, metric: BaseAggregator, number: Any, kinds: set[str]) -> float:
+        """What a number counts for; note what it is."""
+        fraction, is_one, hook = self._part()
+        is_whole = not number.is_floating_point() if isinstance(number, Tensor) else isinstance(number, Integral)
+        adds, is_mean = isinstance(metric, SumMetric) and is_whole, isinstance(metric, MeanMetric)
+        if hook == "epoch" or (hook and not adds and not is_mean):
             kinds.add("count" if adds else "whole")
-            return None
-        if adds or part is None or not (hook or part[0]):  # counts add up; a rank without samples undoes its step
-            return None
-        if part[1] and "sample" in kinds:  # one value, squeezed
-            return None
-        if not isinstance(metric, MeanMetric):
+            return 1.0
+        # counts add up; a rank without samples undoes its step; one value was squeezed
+        if adds or fraction == 1.0 or not (hook or fraction) or (is_one and "sample" in kinds):
+            return 1.0
+        if not is_mean:
             name = type(metric).__name__
             raise ConfigError(
                 f"{name} was given one number for the samples that this rank has of a batch, of which the number for "
@@ -89,80 +88,43 @@ class PartNumbers:
                 "metric in an epoch hook."
             )
         kinds.add("number")
-        return part[0]
+        return fraction
 
 
-class _Update:
-    """Takes precedence over the method that each metric has in its own dictionary, as a property does."""
-
-    def __init__(self, own: Callable[..., None], call: Callable[..., None]) -> None:
-        self.own, self._call = own, call
-
-    def __get__(self, metric: Any, kind: type[Metric]) -> Any:
-        if metric is None:
-            return self.own
-        update = vars(metric).get("update")
-        # a metric that is being made wraps the method of its class
-        return self.own.__get__(metric) if update is None else partial(self._call, metric, update)
-
-    def __set__(self, metric: Any, update: Callable[..., None]) -> None:
-        vars(metric)["update"] = update
+def weighed_updates(kinds: Iterable[type[Metric]], part: Callable[[], Part]) -> Iterator[tuple[type, str, Any]]:
+    """Yield what takes the place of `update` of aggregators: the class, the method's name and the method."""
+    for kind in kinds:
+        # `issubclass` of an ABC takes ten times as long
+        if BaseAggregator in kind.__mro__ and "update" in vars(kind):
+            yield kind, "update", WeighedUpdate(kind.update, part)
 
 
-def verify_given(name: str, ranks: Iterable[Set[str]]) -> None:
-    """Refuse what ranks were given for one metric, of which it isn't known what it is.
+def verified(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
+    """Count once what hooks gave to an aggregator on all ranks alike.
 
     Raises:
-        ConfigError: one value per sample on a rank, and on another, which had one sample each time, a number.
+        ConfigError: it isn't known whether the numbers are a sample's, a rank's or the global batch's.
     """
-    kinds = [kinds for kinds in ranks if kinds]
-    if {"sample"} in kinds and {"number"} in kinds:
+    name, kinds = type(metric).__name__, {kind for rank in ranks for kind in rank.given}
+    if {"sample"} in (given := [rank.given for rank in ranks]) and {"number"} in given:
         raise ConfigError(
             f"{name} was given one value per sample on a rank, but a number on another, which had one sample of each "
             "batch: it isn't known whether that is a sample's or the batch's. Give it tensors of shape (samples,), "
             "with squeeze(1) in place of squeeze(), say."
         )
-
-
-def verify_whole(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
-    """Count once what hooks gave to an aggregator on all ranks alike.
-
-    Args:
-        ranks: what all ranks send of the metric.
-
-    Returns:
-        What is combined.
-
-    Raises:
-        ConfigError: it isn't known whether the numbers are a rank's or the global batch's.
-    """
-    kinds = {kind for rank in ranks for kind in rank.given}
     if not kinds & {"whole", "count"} or not any(rank.num_updates for rank in ranks):
         return ranks
-    values = [[value for pieces in rank.states.values() for _, value in pieces] for rank in ranks]
-    are_alike = all(_are_alike(values[0], others) for others in values[1:])
-    if are_alike and kinds == {"whole"}:
-        return ranks[:1]
-    if not are_alike and kinds == {"count"}:
-        return ranks  # of each rank's own samples
+    first, *others = ([value for pieces in rank.states.values() for _, value in pieces] for rank in ranks)
+    are_alike = all(len(own) == len(first) and all(map(_is_alike, own, first)) for own in others)
+    if kinds == ({"whole"} if are_alike else {"count"}):
+        return ranks[:1] if are_alike else ranks
     told = "the same whole numbers" if are_alike else "different numbers"
     raise ConfigError(
-        f"{type(metric).__name__} was given numbers by a hook, outside of a step, and ranks have {told}, of which one "
+        f"{name} was given numbers by a hook, outside of a step, and ranks have {told}, of which one "
         "device's isn't known. Update it in the step with one value per sample, give it what is the same on all ranks "
         "(self.trainer.strategy.reduce(value) is) as a float, or log the number with self.log."
     )
 
 
-def _are_alike(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(
-        torch.allclose(one.cpu(), two.cpu(), rtol=_ROUNDING, atol=0, equal_nan=True)
-        for one, two in zip(values, others, strict=True)
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return not value.dim() if isinstance(value, Tensor) else isinstance(value, Number)
-
-
-def _is_fraction(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else not isinstance(value, Integral)
+def _is_alike(one: Any, other: Any) -> bool:
+    return torch.allclose(one.cpu(), other.cpu(), rtol=_ROUNDING, atol=0, equal_nan=True)

@@ -1,8 +1,8 @@
 """States of torchmetrics metrics as ranks send and save them, and how they are combined."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
@@ -22,6 +22,8 @@ BEFORE: Place = ()
 
 Pieces: TypeAlias = list[tuple[Place, Any]]
 """One state of a metric by batch: elements of a list, slices of a growing tensor, or the whole state."""
+
+CPU = torch.device("cpu")
 
 
 class Mark(NamedTuple):
@@ -74,7 +76,7 @@ class SavedMetric(NamedTuple):
     def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
         """Copy what a metric has accumulated to the CPU."""
         num = metric._num_vals_seen if isinstance(metric, Running) else metric._update_count
-        return cls(_moved(metric.metric_state, torch.device("cpu")), num, marks)
+        return cls(_moved(metric.metric_state, CPU), num, marks)
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
@@ -118,19 +120,25 @@ def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place,
     yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
 
 
-def combine(metric: Metric, ranks: Sequence[Sent]) -> None:
-    """Replace a metric's states by those of all ranks together."""
-    reductions: dict[str, Any] = metric._reductions
-    for name, reduction in reductions.items():
-        setattr(metric, name, _combined(metric, name, reduction, ranks))
+def combined_states(metric: Metric, ranks: Sequence[Sent], joins: bool = True) -> dict[str, Any]:
+    """Combine what ranks have of a metric to what one device would have, by the metric's own reductions.
+
+    Args:
+        metric: the metric, which is not changed.
+        joins: whether the elements of lists are joined, as `compute` expects them; else lists go on growing.
+
+    Raises:
+        ConfigError: a state is reduced by a plain mean, and ranks have different values of it.
+    """
+    return {name: _combined(metric, name, ranks, joins) for name in metric._reductions}
 
 
-def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, ranks: Sequence[Sent]) -> Any:
-    default = metric._defaults[name]
+def _combined(metric: Metric, name: str, ranks: Sequence[Sent], joins: bool) -> Any:
+    default, reduction = metric._defaults[name], dict[str, Any](metric._reductions)[name]
     found = [(place, rank, value) for rank, sent in enumerate(ranks) for place, value in sent.states.get(name, ())]
     values = [value for _, _, value in sorted(found, key=lambda entry: entry[:2])]
     if isinstance(default, list):
-        return reduction(values) if reduction is not None and values else values
+        return reduction(values) if joins and reduction is not None and values else values
     if reduction is dim_zero_cat:
         return dim_zero_cat(values)
     if len({value.shape for value in values}) > 1:  # states that take their shape from the first update
@@ -146,42 +154,27 @@ def _combined(metric: Metric, name: str, reduction: Callable[..., Any] | None, r
     return stacked if reduction is None else reduction(stacked)
 
 
-def combined_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, Any] | None:
-    """Combine what ranks have saved to what one device would have.
-
-    Args:
-        metric: the metric, which is not changed.
-        ranks: those that updated it, in order of rank.
-
-    Returns:
-        The states by name; None if they can't be combined.
-
-    Raises:
-        ConfigError: a state is reduced by a plain mean, and the ranks have different values.
-    """
+def resumed_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, Any] | None:
+    """Combine what ranks have saved, those that updated the metric, as `combined_states`; None if it can't be."""
     if isinstance(metric, Running):  # which batches are the last ones is known of ranks, not of their sum
         return None
-    states = dict(ranks[0].states)
+    if len(ranks) == 1:
+        return dict(ranks[0].states)
     with torch.inference_mode(False), torch.no_grad():
-        if len(ranks) > 1 and type(metric).merge_state is not Metric.merge_state:
+        if type(metric).merge_state is not Metric.merge_state:
+            states = dict(ranks[0].states)
             for rank in ranks[1:]:  # the states given are put in front
                 merged = copy.deepcopy(metric).cpu()
                 rank.give(merged)
                 merged.merge_state(states)
                 states = {name: getattr(merged, name) for name in metric._defaults}
-        elif len(ranks) > 1:
-            if not all(_is_combined(metric, name) for name in metric._defaults):
-                return None
-            cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in states} for rank in ranks]
-            sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
-            kinds = cast(dict[str, Any], metric._reductions)
-            for name, default in metric._defaults.items():  # a list goes on growing
-                kind = None if isinstance(default, list) else kinds[name]
-                states[name] = _combined(metric, name, kind, sent)
-    return states
-
-
-def _is_combined(metric: Metric, name: str) -> bool:
-    reduction: Any = metric._reductions[name]
-    known = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean)
-    return reduction in known or (reduction is None and isinstance(metric._defaults[name], list))
+            return states
+        known = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean}
+        reductions = dict[str, Any](metric._reductions)
+        if any(
+            r not in known and not (r is None and isinstance(metric._defaults[n], list)) for n, r in reductions.items()
+        ):
+            return None
+        cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in reductions} for rank in ranks]
+        sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
+        return combined_states(metric, sent, joins=False)

@@ -26,8 +26,8 @@ from ...core.module_checks import metrics_of
 from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError
-from .part_numbers import GIVEN, PartNumbers, verify_given, verify_whole
-from .states import BEFORE, Mark, Place, Sent, combine, growing, ranges
+from .part_numbers import GIVEN, Part, verified, weighed_updates
+from .states import BEFORE, CPU, Mark, Place, Sent, combined_states, growing, ranges
 from .steps import MetricSteps
 
 
@@ -104,10 +104,10 @@ class MetricSync:
         for part in (value for pieces in own.states.values() for _, value in pieces):
             if isinstance(part, Tensor) and part.requires_grad:
                 part.register_hook(partial(_refuse_as_loss, own.kind))
-        ranks = _gather(own, metric.device, group)
-        verify_given(own.kind, [rank.given for rank in ranks])
-        ranks = verify_whole(metric, ranks)
-        combine(metric, ranks if window is None else _last_batches(ranks, window))
+        ranks = verified(metric, _gather(own, metric.device, group))
+        states = combined_states(metric, ranks if window is None else _last_batches(ranks, window))
+        for name, state in states.items():
+            setattr(metric, name, state)
         if isinstance(metric, PearsonCorrCoef):
             _widen_deviations(metric)
 
@@ -141,20 +141,19 @@ class RunMetrics:
 
     Args:
         whole: whether a step calls a metric once, with all samples of this rank.
-        part, hook: see `PartNumbers`.
+        part: returns this rank's part of the batch in process.
 
     Attributes:
         sync: the exchange of metric states between ranks.
         steps: computes the values that metrics have for one global batch.
     """
 
-    def __init__(self, whole: bool, part: Callable[[], tuple[float, bool] | None], hook: Callable[[], str]) -> None:
+    def __init__(self, whole: bool, part: Callable[[], Part]) -> None:
         self.sync, self.steps = MetricSync(), MetricSteps(whole)
-        self._replaced = ExitStack()
-        kinds = _metric_classes()
-        for methods in (self.sync.methods, self.steps.methods, PartNumbers(part, hook).methods):
-            for kind, name, method in list(methods(kinds)):
-                self._replaced.enter_context(replaced(kind, name, method))
+        self._replaced, kinds = ExitStack(), _metric_classes()
+        methods = [*self.sync.methods(kinds), *self.steps.methods(kinds), *weighed_updates(kinds, part)]
+        for kind, name, method in methods:
+            self._replaced.enter_context(replaced(kind, name, method))
 
     def end(self) -> None:
         """Restore the metrics' own methods."""
@@ -238,7 +237,7 @@ def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
 
 def _gather(own: Sent, home: torch.device, group: Any) -> list[Sent]:
     """Gather what all ranks send; the other ranks' tensors are moved to `home`."""
-    ranks: list[Sent] = gather_objects(own.to(torch.device("cpu")), group)
+    ranks: list[Sent] = gather_objects(own.to(CPU), group)
     for rank, sent in enumerate(ranks):
         if sent.kind != ranks[0].kind:
             raise RankError(
