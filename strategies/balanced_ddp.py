@@ -2,20 +2,11 @@
 
 from typing import Any
 
-from typing_extensions import Unpack
-
 from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
 from .core.errors import ConfigError
 from .core.options import checked
 from .ddp import DDPStrategy
-from .ranks.arguments import DDPArguments
-
-
-class BalancedDDPArguments(DDPArguments, total=False):
-    """Options of `DDPStrategy` that `BalancedDDPStrategy` passes on."""
-
-    devices_per_process: int
 
 
 class BalancedDDPStrategy(DDPStrategy):
@@ -38,18 +29,15 @@ class BalancedDDPStrategy(DDPStrategy):
     strategy_name = "balanced_ddp"
 
     @checked
-    def __init__(
-        self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, **options: Unpack[BalancedDDPArguments]
-    ) -> None:
-        given: dict[str, Any] = {**options}
-        verify_divides(given.pop("batch_size_is", "global"))
-        super().__init__(batch_size_is="global", **given)
+    def __init__(self, weights: Weights = "auto", hysteresis: Hysteresis = 0.05, **options: Any) -> None:
+        super().__init__(**divided(options))
         self.balance = RankBalance(self.strategy_name, weights, hysteresis)
 
 
-def verify_divides(batch_size_is: str) -> None:
-    """Refuse the one value of `batch_size_is` with which there is nothing to divide."""
-    if batch_size_is != "global":
+def divided(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `DDPStrategy` for batches that are divided; refuse the one value that divides nothing."""
+    if options.get("batch_size_is", "global") != "global":
         raise ConfigError(
             "balanced_ddp: batch_size_is=per_device was given, but the batch is always divided. Remove the option."
         )
+    return {**options, "batch_size_is": "global"}

@@ -2,14 +2,11 @@
 
 from typing import Any, ClassVar
 
-from typing_extensions import Unpack
-
 from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
-from .balanced_ddp import verify_divides
+from .balanced_ddp import divided
 from .core.options import Count, checked, hints_of
 from .ddp import DDPStrategy
-from .ddp_model_parallel import StagesOfRanksArguments
 from .pipeline.options import StageOptions
 
 
@@ -30,10 +27,8 @@ class BalancedDDPModelParallelStrategy(DDPStrategy):
         weights: Weights = "auto",
         hysteresis: Hysteresis = 0.05,
         model_parallel_size: Count = 2,
-        **options: Unpack[StagesOfRanksArguments],
+        **options: Any,
     ) -> None:
-        given: dict[str, Any] = {**options}
-        self.stage_options = StageOptions.taken_from(given)
-        verify_divides(given.pop("batch_size_is", "global"))
-        super().__init__(batch_size_is="global", devices_per_process=model_parallel_size, **given)
+        self.stage_options = StageOptions.taken_from(options)
+        super().__init__(devices_per_process=model_parallel_size, **divided(options))
         self.balance = RankBalance(self.strategy_name, weights, hysteresis)

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Hysteresis, Objective
@@ -18,7 +18,7 @@ from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.module_checks import has_batchnorm
 from .core.options import Natural, checked
-from .dp import DataParallelArguments, DataParallelStrategy
+from .dp import DataParallelStrategy
 from .replicas.layout import ReplicaLayout
 from .replicas.measurement import Measurement
 
@@ -70,7 +70,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         weights: Sequence[float] | Auto | None = None,
         objective: Objective = "time",
         hysteresis: Hysteresis = 0.02,
-        **options: Unpack[DataParallelArguments],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         if self.model_parallel_size > 1:

@@ -3,15 +3,12 @@
 from functools import partial
 from typing import Any, ClassVar
 
-from typing_extensions import Unpack
-
 from .batch.batch_dims import BatchDims
 from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
-from .ranks.arguments import RankArguments
 from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import GlobalView, RankStrategy
@@ -64,7 +61,7 @@ class DDPStrategy(RankStrategy):
         verify: bool = True,
         compression: Compression | None = None,
         global_view: GlobalView = "auto",
-        **options: Unpack[RankArguments],
+        **options: Any,
     ) -> None:
         if devices_per_process > 1 and self.stage_options is None and options.get("static_graph"):
             raise ConfigError(

@@ -2,16 +2,9 @@
 
 from typing import Any, ClassVar
 
-from typing_extensions import Unpack
-
 from .core.options import Count, checked, hints_of
 from .ddp import DDPStrategy
-from .pipeline.options import StageArguments, StageOptions
-from .ranks.arguments import DDPArguments
-
-
-class StagesOfRanksArguments(StageArguments, DDPArguments, total=False):
-    """Options of `StageOptions` and of `DDPStrategy`."""
+from .pipeline.options import StageOptions
 
 
 class DDPModelParallelStrategy(DDPStrategy):
@@ -33,7 +26,6 @@ class DDPModelParallelStrategy(DDPStrategy):
     further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
 
     @checked
-    def __init__(self, model_parallel_size: Count = 2, **options: Unpack[StagesOfRanksArguments]) -> None:
-        given: dict[str, Any] = {**options}
-        self.stage_options = StageOptions.taken_from(given)
-        super().__init__(devices_per_process=model_parallel_size, **given)
+    def __init__(self, model_parallel_size: Count = 2, **options: Any) -> None:
+        self.stage_options = StageOptions.taken_from(options)
+        super().__init__(devices_per_process=model_parallel_size, **options)

@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch.optim import Optimizer
-from typing_extensions import TypedDict, override
+from typing_extensions import override
 
 from .batch.batch_dims import BatchDims
 from .batch.layout import Layout, SingleLayout, drop_layout
@@ -22,20 +22,6 @@ from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 from .sharding.device_shards import DeviceShards
 from .sharding.optimizer_shards import CutStates
-
-
-class DataParallelArguments(TypedDict, total=False):
-    """The options of `DataParallelStrategy` as keyword arguments, for type checkers."""
-
-    devices: Sequence[Device] | None
-    submodule: str | None
-    copy_frozen: bool
-    threads: bool | None
-    batch_dims: BatchDims | None
-    model_parallel_size: int
-    recompute: RecomputeOption
-    shard_optimizer: bool
-    verify: bool
 
 
 class DataParallelStrategy(OneProcessStrategy):

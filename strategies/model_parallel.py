@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from .batch.batch_dims import BatchDims
 from .batch.one_process import OneProcessStrategy
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout
-from .pipeline.options import StageArguments, StageOptions
+from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption
 
 
@@ -41,7 +41,7 @@ class ModelParallelStrategy(OneProcessStrategy):
         batch_dims: BatchDims | None = None,
         recompute: RecomputeOption = "never",
         verify: bool = True,
-        **options: Unpack[StageArguments],
+        **options: Any,
     ) -> None:
         super().__init__(devices, batch_dims, verify)
         self.recompute = Recompute(recompute, self.strategy_name)

@@ -79,11 +79,7 @@ class PartValues:
         self._keep = keep
 
     def forward(self, metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of a metric, perhaps replaced; the metric counts the samples in any case.
-
-        Returns:
-            The value of these samples, or a `NoValue`.
-        """
+        """Call `forward` of a metric, perhaps replaced; return the value of these samples, or a `NoValue`."""
         if id(metric) not in self._computes:
             self._computes[id(metric)] = _Compute(metric, self._keep)
         compute = self._computes[id(metric)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 import torch
-from typing_extensions import TypedDict, override
+from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.options import Advice, Count, NotNegative, Options, Positive
@@ -13,21 +13,6 @@ from .schedule import ScheduleName
 
 Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
 """Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""
-
-
-class StageArguments(TypedDict, total=False):
-    """The options of `StageOptions` as keyword arguments, for type checkers."""
-
-    partition: Partition
-    num_microbatches: int
-    schedule: ScheduleName
-    overlap: Literal["launch"] | None
-    output_device: Literal["last", "first"]
-    optimizer_copies: float
-    balance: Literal["memory", "time"]
-    device_weights: Sequence[float] | None
-    profile_activations: bool
-    deterministic: bool | None
 
 
 @dataclass(frozen=True)

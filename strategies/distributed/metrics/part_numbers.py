@@ -45,9 +45,9 @@ class WeighedUpdate:
         self.own, self._part = own, part
 
     def __get__(self, metric: Any, kind: type[Metric]) -> Any:
-        update = None if metric is None else vars(metric).get("update")
-        # a metric that is being made wraps the method of its class
-        return self.own.__get__(metric) if update is None else partial(self._update, metric, update)
+        if metric is None or "update" not in vars(metric):  # one that is being made wraps the method of its class
+            return self.own.__get__(metric)
+        return partial(self._update, metric, vars(metric)["update"])
 
     def __set__(self, metric: Any, update: Callable[..., None]) -> None:
         vars(metric)["update"] = update
