@@ -8,6 +8,7 @@ import signal
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from evener.trainer.checkpoint.find import find_newest
 
 TIMEOUT_S = 20
 """Seconds after which a search counts as hung."""
+SAME = "files read as they were"
 ACCEPTED = ("files found though damaged", "files read though damaged", "files that crashed", "files that ran code")
 
 
@@ -52,14 +54,14 @@ class Damage:
             data[self.dice.randrange(len(data))] ^= 1 << self.dice.randrange(8)
         self.path.write_bytes(data)
 
-    def flip_trailer(self) -> None:
+    def flip_end(self) -> None:
         data = bytearray(self.original)
-        data[-self.dice.randint(1, 48)] ^= 1 << self.dice.randrange(8)
+        data[-self.dice.randint(1, 98)] ^= 1 << self.dice.randrange(8)
         self.path.write_bytes(data)
 
     def cut(self) -> None:
         length = len(self.original)
-        self.path.write_bytes(self.original[: self.dice.choice([self.dice.randrange(length), length - 48])])
+        self.path.write_bytes(self.original[: self.dice.choice([self.dice.randrange(length), length - 1])])
 
     def append(self) -> None:
         self.path.write_bytes(self.original + self.dice.randbytes(self.dice.randint(1, 100)))
@@ -100,7 +102,7 @@ class Damage:
 
 
 DAMAGES: list[Callable[[Damage], None]] = [
-    *[Damage.flip] * 3, Damage.flip_trailer, Damage.cut, Damage.append, Damage.blank, Damage.garbage, Damage.archive,
+    *[Damage.flip] * 3, Damage.flip_end, Damage.cut, Damage.append, Damage.blank, Damage.garbage, Damage.archive,
     Damage.bomb, Damage.foreign, Damage.no_file,
 ]  # fmt: skip
 
@@ -109,8 +111,9 @@ def damage_files(folder: Path, number: int, dice: random.Random) -> dict[str, in
     """Put a newer damaged file beside a good one, again and again.
 
     Returns:
-        How often the good one was found; how often the damaged one was found, or could be read though it is none of a
-        trainer's; how often anything but a CheckpointError was raised, or nothing at all in time; how often code ran.
+        How often the good one was found; how often the damaged one, since it reads as it was (nobody reads the gaps
+        between its records); how often it was found, or could be read, as something else; how often anything but a
+        CheckpointError was raised, or nothing at all in time; how often code ran.
     """
     logging.getLogger("evener").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, _raise_timeout)
@@ -118,7 +121,8 @@ def damage_files(folder: Path, number: int, dice: random.Random) -> dict[str, in
     good, bad, ran = folder / "good.ckpt", folder / "bad.ckpt", folder / "ran"
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer{i}.weight": torch.randn(20, 20, generator=generator) for i in range(5)}
-    write({"state_dict": weights, "global_step": 7, "epoch": 1, "pytorch-lightning_version": pl.__version__}, good)
+    state = {"state_dict": weights, "global_step": 7, "epoch": 1, "pytorch-lightning_version": pl.__version__}
+    write(state, good)
     os.utime(good, (1, 1))  # older than anything
     damage = Damage(bad, good.read_bytes(), ran, dice)
     counts: Counter[str] = Counter()
@@ -132,28 +136,36 @@ def damage_files(folder: Path, number: int, dice: random.Random) -> dict[str, in
         if bad.is_file() and bad.read_bytes() == damage.original:  # zeros blanked
             continue
         counts["files damaged"] += 1
-        _judge(folder, good, bad, kind is not Damage.foreign, counts)
+        _judge(folder, bad, kind is not Damage.foreign, state, counts)
         counts["files that ran code"] += ran.exists()
         ran.unlink(missing_ok=True)
-    return {name: counts[name] for name in ("files damaged", "files passed over", *ACCEPTED)}
+    return {name: counts[name] for name in ("files damaged", "files passed over", SAME, *ACCEPTED)}
 
 
-def _judge(folder: Path, good: Path, bad: Path, unreadable: bool, counts: Counter[str]) -> None:
+def _judge(folder: Path, bad: Path, unreadable: bool, state: dict[str, Any], counts: Counter[str]) -> None:
     signal.alarm(TIMEOUT_S)
     try:
-        found = find_newest(folder)
-        counts["files passed over" if found == good else "files found though damaged"] += 1
+        same = None
         if unreadable and bad.is_file():
-            try:
-                read(bad)
-                counts["files read though damaged"] += 1
-            except CheckpointError:
-                pass
+            with suppress(CheckpointError):
+                same = _equals(read(bad), state)
+        if find_newest(folder) != bad:
+            counts["files passed over"] += 1
+            counts["files read though damaged"] += same is False
+        else:
+            counts[SAME if same else "files found though damaged"] += 1
     except Exception as exc:  # noqa: BLE001  # what is counted
         counts["files that crashed"] += 1
         print(f"CRASHED {type(exc).__name__}: {exc}", flush=True)
     finally:
         signal.alarm(0)
+
+
+def _equals(found: dict[str, Any], state: dict[str, Any]) -> bool:
+    tensors, expected = found.pop("state_dict", {}), state["state_dict"]
+    rest = {key: value for key, value in state.items() if key != "state_dict"}
+    same = tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in expected)
+    return same and found == rest
 
 
 def _raise_timeout(signum: int, frame: FrameType | None) -> None:

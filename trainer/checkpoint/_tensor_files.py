@@ -1,12 +1,10 @@
-"""Write and read the tensors of checkpoints that are in a file of their own: shards on the disk, snapshots in memory.
+"""Write and read the tensors of checkpoints that all ranks write together, in a file of their own.
 
-    last.ckpt, snapshot.ckpt   the state, with tensors replaced by file offsets, the name of the file and its digests
-    shards-…                   tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with a digest
-    tensors-…-0, tensors-…-1   in memory: one is in use, the other is written next
+    last.ckpt   the state, with tensors replaced by file offsets, the name of the file and its checksums
+    shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with a checksum
 
 The first is written when the other is complete, and appears whole or not at all; the file that a checkpoint names is
-never written to. So a checkpoint that exists is complete, whichever process is killed when. In memory each tensor is
-copied once, to where it stays: training waits for that alone, and the checksum is computed beside it.
+never written to. So a checkpoint that exists is complete, whichever process is killed when.
 
 torch.distributed.checkpoint is not used: its reader unpickles its metadata, and objects among the values, without
 restriction, so that loading a file could run any code.
@@ -28,17 +26,16 @@ from torch import Tensor
 
 from ...strategies.core.devices import flat_bytes
 from ...strategies.core.files import was_left
-from ...strategies.sharding.placed import Entry, Placed
-from ._host_memory import filled, lay_out, piece, view
+from ...strategies.sharding.placed import PLACE, Entry, Placed
 
 FILE = "evener_tensors"
 """The key of a checkpoint with the name of the file that has its tensors."""
 SHARDS = "evener_shards"
-"""The key of a checkpoint with the layout of that file, and the digests of all ranks; of one in memory its crc32."""
+"""The key of a checkpoint with the layout of that file, and each rank's crc32, or sha256 in earlier versions' files."""
 WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
 """Entries of which a rank keeps its shards only, or copies to its own."""
 PREFIX = "shards-"
-_MARK = struct.Struct("<32s8s")
+_MARK = struct.Struct("<I8s")
 _WRITTEN, _FAILED = b"written.", b"failed.."
 _POLL_S = 0.02
 _BLOCK = 1 << 20
@@ -72,15 +69,16 @@ class ShardFile:
             try:
                 file.truncate(self._placed.num_bytes + self._placed.num_writers * _MARK.size)
                 self._mark(file, writer, bytes(_MARK.size))  # takes its space, lest the disk be full for it later
-                digest = hashlib.sha256()
+                checksum = 0
                 for entry, part in zip(self._placed.entries, parts, strict=True):
                     if part is not None:
-                        _write_rows(file, entry.part(writer if entry.num_parts > 1 else 0)[0], part, digest)
+                        start = entry.part(writer if entry.num_parts > 1 else 0)[0]
+                        checksum = _write_rows(file, start, part, checksum)
                 os.fsync(file.fileno())
-                self._mark(file, writer, _MARK.pack(digest.digest(), _WRITTEN))
+                self._mark(file, writer, _MARK.pack(checksum, _WRITTEN))
             except OSError:
                 with suppress(OSError):
-                    self._mark(file, writer, _MARK.pack(bytes(32), _FAILED))
+                    self._mark(file, writer, _MARK.pack(0, _FAILED))
                 raise
 
     def _mark(self, file: Any, writer: int, mark: bytes) -> None:
@@ -88,8 +86,8 @@ class ShardFile:
         file.write(mark)
         os.fsync(file.fileno())
 
-    def wait(self, timeout_s: float) -> list[bytes]:
-        """Wait until all ranks have written their rows, and return their digests."""
+    def wait(self, timeout_s: float) -> list[int]:
+        """Wait until all ranks have written their rows, and return their checksums."""
         deadline = time.monotonic() + timeout_s
         while True:
             with open(self.path, "rb") as file:  # opened anew: other machines' writes show then
@@ -97,7 +95,7 @@ class ShardFile:
                 marks = list(_MARK.iter_unpack(file.read(self._placed.num_writers * _MARK.size)))
             missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
             if not missing:
-                return [digest for digest, _ in marks]
+                return [checksum for checksum, _ in marks]
             failed = [rank for rank in missing if marks[rank][1] == _FAILED]
             if failed or time.monotonic() > deadline:
                 why = f"could not be written by rank {failed[0]}" if failed else f"of ranks {missing} did not come"
@@ -105,56 +103,14 @@ class ShardFile:
             time.sleep(_POLL_S)
 
 
-def _write_rows(file: Any, start: int, part: Tensor, digest: Any) -> None:
+def _write_rows(file: Any, start: int, part: Tensor, checksum: int) -> int:
     values: Any = flat_bytes(part.cpu().contiguous()).numpy()
     data = memoryview(values)
-    digest.update(data)
+    checksum = zlib.crc32(data, checksum)
     file.seek(start)
     while data:  # the system may write less than it is given
         data = data[file.write(data) :]
-
-
-class TensorFiles:
-    """The two files of a process, in memory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._name = f"tensors-{time.time_ns()}"  # not that of an earlier process, whose file may be in use
-        self._turn = self._num_bytes = 0
-        self._buffers: dict[int, Tensor] = {}
-
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Copy a checkpoint's tensors to the file that is not in use; returns it with their places."""
-        self._turn = 1 - self._turn
-        laid_out = lay_out(state)
-        self._num_bytes = laid_out.num_bytes
-        laid_out.copy_to(self._buffer(max(self._num_bytes, 1)))
-        return {**laid_out.state, FILE: self._file.name}
-
-    def checked(self, placed: dict[str, Any]) -> dict[str, Any]:
-        """Add to what `take` has returned the length and the checksum of the file, to be written."""
-        content: Any = self._buffers[self._turn].numpy()[: self._num_bytes]
-        layout = {"entries": [[0, 1, self._num_bytes, 1]], "num_bytes": self._num_bytes}
-        return {**placed, SHARDS: {**layout, "digests": [zlib.crc32(content)]}}
-
-    def remove_others(self) -> None:
-        """Remove the files of earlier processes, once the checkpoint names one of this process."""
-        for path in self._directory.glob("tensors-*"):
-            if not path.name.startswith(self._name):
-                path.unlink()
-
-    @property
-    def _file(self) -> Path:
-        return self._directory / f"{self._name}-{self._turn}"
-
-    def _buffer(self, num_bytes: int) -> Tensor:
-        held = self._buffers.pop(self._turn, None)
-        if held is None or held.numel() < num_bytes:
-            with open(self._file, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # writing to a mapping beyond the memory is fatal
-            held = torch.from_file(str(self._file), shared=True, size=num_bytes, dtype=torch.uint8)
-        self._buffers[self._turn] = held
-        return held
+    return checksum
 
 
 def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] | None = ()) -> dict[str, Any]:
@@ -164,17 +120,34 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection
     file = tensor_file(checkpoint, directory)
     memory = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
 
-    def in_file(*place: Any) -> Tensor:
-        return view(memory, *place)
+    def read(place: Any, stays: bool) -> Tensor:
+        start, name, shape, stride = place
+        dtype = vars(torch).get(name)  # no attribute that imports a module
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name} is not a dtype")
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        if not 0 <= start <= end <= len(memory):
+            raise EOFError("a tensor ends beyond the file")
+        if start % dtype.itemsize:
+            raise ValueError("a tensor begins within an element")
+        part = memory[start:end] if stays else memory[start:end].clone()  # as bytes: not every type can be copied
+        flat = part.view(dtype)
+        return flat.as_strided(list(shape), list(stride), flat.storage_offset())
 
-    def copy(start: int, dtype: torch.dtype, shape: list[int], stride: list[int]) -> Tensor:
-        own = piece(memory, start, dtype, shape).clone()  # as bytes: not every type can be copied
-        return view(own, 0, dtype, shape, stride)
+    found: dict[tuple[bool, int], Tensor] = {}
 
-    entries = {key: value for key, value in checkpoint.items() if key != FILE}
-    stay = {key: value for key, value in entries.items() if mapped is None or key in mapped}
-    found = filled(stay, in_file) | filled({key: entries[key] for key in entries.keys() - stay.keys()}, copy)
-    return {key: found[key] for key in entries}
+    def fill(tree: Any, stays: bool) -> Any:
+        if isinstance(tree, dict):
+            if PLACE not in tree:
+                return type(tree)((key, fill(value, stays)) for key, value in tree.items())
+            key = stays, tree[PLACE][0]
+            if key not in found:
+                found[key] = read(tree[PLACE], stays)
+            return found[key]
+        return type(tree)(fill(value, stays) for value in tree) if type(tree) in (list, tuple) else tree
+
+    entries = ((key, value) for key, value in checkpoint.items() if key != FILE)
+    return {key: fill(value, mapped is None or key in mapped) for key, value in entries}
 
 
 def tensor_file(checkpoint: dict[str, Any], directory: Path) -> Path:
@@ -190,11 +163,11 @@ def tensor_file(checkpoint: dict[str, Any], directory: Path) -> Path:
 
 
 def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
-    """Compare the file of a checkpoint's tensors with its digests; each of several readers verifies some.
+    """Compare the file of a checkpoint's tensors with its checksums; each of several readers verifies some.
 
     Raises:
         EOFError: the file is too short.
-        ValueError: a digest does not match.
+        ValueError: a checksum does not match.
     """
     layout, path = checkpoint[SHARDS], tensor_file(checkpoint, directory)
     if path.stat().st_size < layout["num_bytes"]:
@@ -203,9 +176,9 @@ def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, nu
     with open(path, "rb") as file:
         for writer in range(reader, len(layout["digests"]), num_readers):
             of_writer = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
-            found = (block for start, size in of_writer for block in blocks(file, start, size))
+            found = (block for start, size in of_writer for block in _blocks(file, start, size))
             if not _matches(found, layout["digests"][writer]):
-                raise ValueError(f"the digest of {path} does not match")
+                raise ValueError(f"the checksum of {path} does not match")
 
 
 def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
@@ -218,7 +191,7 @@ def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
     return expected == (crc if isinstance(expected, int) else digest.digest())
 
 
-def blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
+def _blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
     """Read a stretch of a file, given its first byte and its length, in pieces."""
     file.seek(start)
     while left and (block := file.read(min(_BLOCK, left))):

@@ -1,6 +1,6 @@
 """Write and read checkpoints for a trainer, in the background if asked to: Lightning's checkpoint plugin.
 
-URLs (`s3://…`, `memory://…`) are left to Lightning, without a digest.
+URLs (`s3://…`, `memory://…`) are left to Lightning, whose files nobody verifies.
 """
 
 import logging
@@ -70,12 +70,9 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         if storage_options is not None:
             raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
         self.wait()
-        plain = self._copied(to_plain(checkpoint))
-        self._submit(lambda: self._write(plain, str(path)))
-
-    def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Copy what training changes while a thread writes."""
-        return self._memory.take(plain) if self.background else plain
+        plain = to_plain(checkpoint)
+        copied = self._memory.take(plain) if self.background else plain  # training changes it while a thread writes
+        self._submit(lambda: self._write(copied, str(path)))
 
     @override
     def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:

@@ -1,33 +1,24 @@
 """Write checkpoint files atomically, verify them when reading, and never run code from them.
 
-A file is torch's own zip archive followed by 48 bytes that torch ignores:
-
-| bytes | content |
-|---|---|
-| n | output of `torch.save` |
-| 32 | SHA-256 of these n bytes |
-| 8 | n, little endian |
-| 8 | `EVENERv1` |
-
-The archive says, under the key `evener_file`, that a digest follows, so that a file without it is refused.
-`torch.load` and Lightning can read these files, and their own files, which have no digest, can be read here.
+A file is torch's own zip archive, whose records have checksums that torch writes, but does not compare: `verify` does.
+So torch and Lightning can read these files, and theirs can be read here, and those of earlier versions, which have a
+digest behind the archive.
 """
 
-import hashlib
 import logging
 import os
 import pickle
 import re
 import shutil
 import socket
-import struct
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from pytorch_lightning.core import saving
@@ -35,43 +26,22 @@ from pytorch_lightning.core import saving
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
-from ._tensor_files import FILE, PREFIX, SHARDS, blocks, verify_rows, with_tensors
+from ._tensor_files import FILE, PREFIX, SHARDS, verify_rows, with_tensors
 from ._tensor_files import remove_leftovers as remove_shards
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".ckpt"
-_MAGIC = b"EVENERv1"
-_MAGIC_OF_SHARDS = b"EVENERs1"
-_TRAILER = struct.Struct("<32sQ8s")
 _MARK = "evener_file"
-"""The key of a checkpoint which says that it was written here, with a digest."""
+"""The key of a checkpoint which says that it was written here."""
 _LIGHTNINGS = "pytorch-lightning_version"
 """The key that Lightning's checkpoints have, and ours as well."""
+_BLOCK = 1 << 20
+_DIRECTORY = 0x10
 
 
 class CheckpointError(ConfigError):
     """A checkpoint file that can't be read or written; the message names it."""
-
-
-class _HashedFile:
-    """A file that computes the digest while it is written, in a single pass over the bytes."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        self.size += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def trailer(self, magic: bytes) -> bytes:
-        return _TRAILER.pack(self._hash.digest(), self.size, magic)
 
 
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -85,18 +55,22 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with releasing(path), replacing(path, durable=True) as temporary:
-        with open(temporary, "wb") as file:
-            hashed = _HashedFile(file)
-            try:
-                torch.save({**checkpoint, _MARK: 1}, hashed)  # pyright: ignore[reportArgumentType]  # `write` and `flush` are all it uses
-            except RuntimeError as exc:
-                # torch's archive writer replaces the cause by its own error.
-                raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
-            file.write(hashed.trailer(_MAGIC_OF_SHARDS if SHARDS in checkpoint else _MAGIC))
-            file.flush()
-            os.fsync(file.fileno())
-        # to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new
-        os.utime(temporary, ns=(now := time.time_ns(), now))
+        save(checkpoint, temporary)
+
+
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint to a file that nobody reads; one that is there is written over, in the place that it has."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+        try:
+            torch.save({**checkpoint, _MARK: 2}, file)
+        except RuntimeError as exc:
+            # torch's archive writer replaces the cause by its own error.
+            raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
+        file.truncate()
+        file.flush()
+        os.fsync(file.fileno())
+    # to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new
+    os.utime(path, ns=(now := time.time_ns(), now))
 
 
 def link(source: str | Path, path: str | Path) -> None:
@@ -111,25 +85,22 @@ def link(source: str | Path, path: str | Path) -> None:
                 os.fsync(file.fileno())
 
 
-def verify(path: str | Path) -> bool:
-    """Compare a file with its digest, and return whether it has one; one written by torch or Lightning has none.
+def verify(path: str | Path) -> None:
+    """Compare the records of a file with their checksums; one that is no archive has none.
 
     Raises:
-        CheckpointError: the digest does not match.
+        CheckpointError: the file is corrupted, and would be read as something else.
     """
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END) - _TRAILER.size
-        file.seek(max(size, 0))
-        trailer = file.read()
-        if size < 0 or not trailer.endswith((_MAGIC, _MAGIC_OF_SHARDS)):
-            return False
-        digest, num_bytes, _ = _TRAILER.unpack(trailer)
-        actual = hashlib.sha256()
-        for block in blocks(file, 0, size):
-            actual.update(block)
-    if num_bytes != size or actual.digest() != digest:
-        raise CheckpointError(f"The checkpoint {path} is corrupted: its digest does not match. Use another one.")
-    return True
+    with _damage_named(Path(path)):
+        if not zipfile.is_zipfile(path):
+            return  # torch reads pickles too; it refuses an archive that is cut
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                if record.external_attr & _DIRECTORY:  # of which torch would read nothing
+                    raise zipfile.BadZipFile(f"{record.filename} is a directory")
+                with archive.open(record) as content:
+                    while content.read(_BLOCK):
+                        pass
 
 
 def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
@@ -148,17 +119,16 @@ def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_re
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if os.path.isdir(path):
         raise CheckpointError(f"The checkpoint {path} is a directory. Give the path of a file.")
-    return _read(Path(path), verify(path), mapped, reader, num_readers)
+    checkpoint = _read(Path(path), mapped, reader, num_readers)
+    checkpoint.pop(_MARK, None)
+    return checkpoint
 
 
-def _read(
-    path: Path, has_digest: bool, mapped: Collection[str] | None, reader: int = 0, num_readers: int = 1
-) -> dict[str, Any]:
-    checkpoint = _load(path, mmap=mapped is None and has_digest)
+def _read(path: Path, mapped: Collection[str] | None, reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
+    verify(path)
+    checkpoint = _load(path, mmap=mapped is None)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
-    if checkpoint.pop(_MARK, None) is not None and not has_digest:
-        raise CheckpointError(f"The checkpoint {path} is corrupted: its digest is missing. Use another one.")
     with _damage_named(path):
         if SHARDS in checkpoint:
             verify_rows(checkpoint, path.parent, reader, num_readers)
@@ -168,7 +138,7 @@ def _read(
 
 @contextmanager
 def _damage_named(path: Path) -> Generator[None]:
-    """Refuse a file by its name, whatever comes of what it says of its tensors: it may say anything."""
+    """Refuse a file by its name, whatever comes of reading what it says: it may say anything."""
     try:
         yield
     except (FileNotFoundError, EOFError) as exc:
@@ -178,7 +148,7 @@ def _damage_named(path: Path) -> Generator[None]:
     except MemoryError:
         raise
     except Exception as exc:
-        why = exc if isinstance(exc, ValueError) else "its tensors are not what it says of them"
+        why = exc if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "its tensors are not what it says of them"
         raise CheckpointError(f"The checkpoint {path} is corrupted: {why}. Use another one.") from exc
 
 
@@ -203,9 +173,8 @@ saving.pl_load = _load_whole(saving.pl_load)
 
 def shard_file(path: Path) -> Path | None:
     """The file of shards that belongs to a checkpoint; None if it has none, or there is no such checkpoint."""
-    with suppress(OSError, CheckpointError, KeyError, TypeError), open(path, "rb") as file:
-        file.seek(-len(_MAGIC), os.SEEK_END)
-        if file.read() == _MAGIC_OF_SHARDS:
+    with suppress(OSError, CheckpointError, KeyError, TypeError):
+        if any(path.parent.glob(f"{PREFIX}*")):
             name = Path(_load(path, mmap=True)[FILE]).name
             return path.with_name(name) if name.startswith(PREFIX) else None
     return None
@@ -226,12 +195,11 @@ def releasing(path: Path) -> Generator[None]:
 
 
 def _load(path: str | Path, mmap: bool = False) -> Any:
-    mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path)  # torch maps no other name
     try:
+        # torch maps no file of another kind, nor one whose name is no Unicode
+        mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path) and zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # Warnings about pickle protocols, from files that are refused below.
+            warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused below
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as exc:
         if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
@@ -247,8 +215,7 @@ def _load(path: str | Path, mmap: bool = False) -> Any:
 def is_good(path: str | Path) -> bool:
     """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
     try:
-        has_digest = verify(path)
-        if _LIGHTNINGS not in _read(Path(path), has_digest, mapped=None) and not has_digest:
+        if not {_LIGHTNINGS, _MARK} & _read(Path(path), mapped=None).keys():
             raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
     except (CheckpointError, OSError) as exc:
         logger.warning("%s It is skipped.", exc)

@@ -11,19 +11,16 @@ import shutil
 import stat
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ._tensor_files import TensorFiles
 from .checkpoint_io import VerifiedCheckpointIO
-from .file_io import is_good, read, write
+from .file_io import is_good, read, save, write
 
 logger = logging.getLogger(__name__)
 
@@ -107,19 +104,18 @@ class MemorySnapshots:
     Args:
         every_n_steps: number of optimizer steps between two.
         dirpath: the directory of the run's checkpoints.
-        on_host: whether the state is in the host's memory, not on accelerators.
 
     Raises:
         ConfigError: this machine has no such memory, or another user has taken the place.
     """
 
-    def __init__(self, every_n_steps: int, dirpath: str | Path, on_host: bool) -> None:
+    def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.due = False
         self._last_step = -1
         directory = directory_in_memory(dirpath)
-        self._io = _InMemory(directory, on_host)
+        self._io = _InMemory(directory)
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
@@ -156,31 +152,28 @@ class MemorySnapshots:
 
 
 class _InMemory(VerifiedCheckpointIO):
-    """Writes checkpoints whose tensors are in files of their own; a thread does what training need not wait for.
+    """Writes snapshots in the background, each over the one before the last: memory that is there already."""
 
-    A state in host memory is copied to the file at once.
-    """
-
-    def __init__(self, directory: Path, on_host: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(background=True, on_error="warn")
-        self._files = TensorFiles(directory)
-        self._on_host = on_host
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        self._attempt(str(path), partial(super().save_checkpoint, checkpoint, path, storage_options))
-
-    @override
-    def _copied(self, plain: dict[str, Any]) -> dict[str, Any]:
-        return self._files.take(plain) if self._on_host else super()._copied(plain)
+        # not those of an earlier process, one of which may be the snapshot by another name
+        self._spares = [directory / f"spare-{time.time_ns()}-{i}" for i in range(2)]
 
     @override
     def _write(self, plain: dict[str, Any], path: str) -> None:
-        def finish() -> None:
-            write(self._files.checked(plain if self._on_host else self._files.take(plain)), path)
-            self._files.remove_others()
+        def work() -> None:
+            spare, next_spare = self._spares
+            save(plain, spare)
+            next_spare.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # this is the first one
+                os.link(path, next_spare)
+            spare.replace(path)
+            self._spares.reverse()
+            for other in spare.parent.glob("*-*"):
+                if other not in self._spares:
+                    other.unlink()
 
-        self._attempt(path, finish)
+        self._attempt(path, work)
 
 
 def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:
@@ -193,4 +186,4 @@ def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | 
             "machine that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
         )
         return None
-    return MemorySnapshots(every_n_steps, dirpath, on_host=trainer.strategy.root_device.type == "cpu")
+    return MemorySnapshots(every_n_steps, dirpath)

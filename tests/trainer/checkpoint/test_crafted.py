@@ -2,6 +2,7 @@
 
 import copy
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from evener.strategies.sharding.placed import PLACE
-from evener.trainer.checkpoint._tensor_files import TensorFiles
 from evener.trainer.checkpoint.file_io import CheckpointError, is_good, link, read, write
 from evener.trainer.checkpoint.find import find_newest
 
@@ -51,10 +51,15 @@ def test_crafted_metadata_is_refused_in_a_sentence_and_passed_over(
     # TypeError and KeyError of one such file blocked resume=last: 53 of 114.
     monkeypatch.setattr(os, "fsync", lambda _: None)  # takes most of the time
     write({"pytorch-lightning_version": "2", "step": 1}, tmp_path / "old.ckpt")
-    plain = {"pytorch-lightning_version": "2", "state_dict": {"wide": torch.arange(1000.0)}, "step": 2}
-    files = TensorFiles(tmp_path)
-    placed = files.checked(files.take(plain))
-    honest = {**placed, "state_dict": dict(placed["state_dict"])}
+    content = torch.arange(1000.0).numpy().tobytes()
+    (tmp_path / "tensors").write_bytes(content)
+    honest = {
+        "pytorch-lightning_version": "2",
+        "state_dict": {"wide": {PLACE: [0, "float32", [1000], [1]]}},
+        "step": 2,
+        "evener_tensors": "tensors",
+        "evener_shards": {"entries": [[0, 1, 4000, 1]], "num_bytes": 4000, "digests": [zlib.crc32(content)]},
+    }
     write(honest, path := tmp_path / "new.ckpt")
     assert find_newest(tmp_path) == path
     told = {key: honest[key] for key in honest if key.startswith("evener_")} | {"state_dict": honest["state_dict"]}

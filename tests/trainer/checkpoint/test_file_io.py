@@ -1,6 +1,7 @@
 """Checkpoint files: whole or not at all, verified, plain data only; written in the background without losing any."""
 
 import errno
+import hashlib
 import logging
 import os
 import pickle
@@ -66,7 +67,6 @@ def kill_while_saving(directory: Path, background: bool, seed: int) -> int:
     assert in_child(work) == -signal.SIGKILL
     files = list(directory.glob("*.ckpt"))
     for file in files:
-        assert verify(file)
         state = read(file)
         assert bool((state["weights"] == state["step"]).all())
     return len(files)
@@ -84,26 +84,6 @@ def test_a_file_survives_a_round_trip_and_torch_reads_it_too(tmp_path: Path) -> 
     for loaded in (read(tmp_path / "a.ckpt"), torch.load(tmp_path / "a.ckpt", weights_only=True)):
         assert loaded["global_step"] == 7
         assert torch.equal(loaded["state_dict"]["weight"], STATE["state_dict"]["weight"])  # type: ignore[index]
-
-
-def test_every_truncation_is_told(tmp_path: Path) -> None:
-    write(STATE, tmp_path / "a.ckpt")
-    content = (tmp_path / "a.ckpt").read_bytes()
-    payload = len(content) - 48
-    for size in [0, 1, 40, 48, payload // 3, payload // 2, payload - 1]:
-        (tmp_path / "torn.ckpt").write_bytes(content[:size])
-        with pytest.raises(CheckpointError, match=r"torn\.ckpt is incomplete"):
-            read(tmp_path / "torn.ckpt")
-
-
-def test_one_altered_bit_is_told(tmp_path: Path) -> None:
-    write(STATE, tmp_path / "a.ckpt")
-    content = bytearray((tmp_path / "a.ckpt").read_bytes())
-    content[content.index(torch.tensor(500.0).numpy().tobytes())] ^= 1
-    (tmp_path / "altered.ckpt").write_bytes(content)
-    torch.load(tmp_path / "altered.ckpt", weights_only=True)  # torch does not notice
-    with pytest.raises(CheckpointError, match=r"altered\.ckpt is corrupted"):
-        read(tmp_path / "altered.ckpt")
 
 
 def test_the_newest_good_file_is_found_and_the_torn_one_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +124,7 @@ def test_permission_to_run_code_changes_nothing_for_plain_data(tmp_path: Path) -
 
 def test_a_file_of_lightnings_is_read(tmp_path: Path) -> None:
     TorchCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
-    assert not verify(tmp_path / "a.ckpt")
+    verify(tmp_path / "a.ckpt")
     assert VerifiedCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 7
 
 
@@ -184,7 +164,7 @@ def test_the_last_file_is_written_when_the_process_ends_at_once(tmp_path: Path) 
         io.save_checkpoint({"weight": torch.ones(1_000_000)}, tmp_path / "a.ckpt")
 
     assert in_child(work) == 0
-    assert verify(tmp_path / "a.ckpt")
+    verify(tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -229,7 +209,7 @@ def test_an_error_stops_training_where_that_is_asked_for(tmp_path: Path, monkeyp
 def test_a_vanished_directory_is_made_again_and_a_file_in_its_place_is_told(tmp_path: Path) -> None:
     io = VerifiedCheckpointIO()
     io.save_checkpoint(STATE, tmp_path / "gone" / "a.ckpt")
-    assert verify(tmp_path / "gone" / "a.ckpt")
+    verify(tmp_path / "gone" / "a.ckpt")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"):
         io.save_checkpoint(STATE, tmp_path / "file" / "a.ckpt")
@@ -274,16 +254,48 @@ def test_storage_options_are_refused_as_by_lightnings_io(tmp_path: Path) -> None
         VerifiedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})
 
 
-def test_a_file_that_lost_its_digest_is_refused(tmp_path: Path) -> None:
-    write(STATE, tmp_path / "a.ckpt")
-    whole = (tmp_path / "a.ckpt").read_bytes()
-    for position in (-8, -1):  # the first and the last byte of the magic
-        altered = bytearray(whole)
-        altered[position] ^= 1
-        (tmp_path / "altered.ckpt").write_bytes(altered)
-        with pytest.raises(CheckpointError, match=r"altered\.ckpt is corrupted: its digest is missing"):
-            read(tmp_path / "altered.ckpt")
-    assert "evener_file" not in read(tmp_path / "a.ckpt")
+def _written_by(kind: str, path: Path) -> None:
+    """The state in a file of this version's, of an earlier one's, with a digest behind the archive, or of torch's."""
+    if kind == "now":
+        write(STATE, path)
+        return
+    torch.save(STATE, path)
+    if kind == "earlier":
+        content = path.read_bytes()
+        path.write_bytes(content + hashlib.sha256(content).digest() + len(content).to_bytes(8, "little") + b"EVENERv1")
+
+
+@pytest.mark.parametrize("kind", ["now", "earlier", "torch"])
+def test_a_damaged_file_is_refused_or_reads_as_it_was(kind: str, tmp_path: Path) -> None:
+    """Bits that nobody reads, such as the gaps between records, may change; torch notices no bit of a tensor."""
+    _written_by(kind, path := tmp_path / "a.ckpt")
+    content, dice, num_refused = path.read_bytes(), random.Random(kind), 0
+    for _ in range(400):
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = read(path)
+        except CheckpointError:
+            num_refused += 1
+        else:
+            assert found["global_step"] == 7
+            assert found["state_dict"]["weight"].equal(torch.arange(1000.0))
+    assert num_refused > 300
+    for size in [0, 1, *(dice.randrange(len(content) - 48) for _ in range(200))]:
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"a\.ckpt is (incomplete|corrupted)"):
+            read(path)
+
+
+def test_a_record_that_is_marked_as_a_directory_is_refused(tmp_path: Path) -> None:
+    # One bit of the archive's directory had torch read nothing, and leave the tensor as the memory was.
+    write(STATE, path := tmp_path / "a.ckpt")
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"/data/0") - len("archive") - 46 + 38] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt is corrupted: .*data/0 is a directory"):
+        read(path)
 
 
 def test_garbage_and_foreign_files_are_never_the_newest(tmp_path: Path) -> None:
