@@ -6,8 +6,8 @@ May import: nothing else in the trainer.
 
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from .device_monitor import DeviceMonitor, SlowRank
-from .epochs import Curves, EpochLines, LogEveryEpoch
+from .device_monitor import DeviceMonitor
+from .epochs import EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
 from .start_up import ModuleSummary, StartUp
@@ -18,6 +18,6 @@ LearningRate = LearningRateMonitor
 """The name of configurations of earlier versions."""
 
 __all__ = [
-    "Curves", "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
-    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "SlowRank", "StartUp", "Utilization",
+    "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
+    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "StartUp", "Utilization",
 ]  # fmt: skip

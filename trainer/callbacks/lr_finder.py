@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.registry import ranks_of
-from .epochs import Curve, draw
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class LearningRateFinder(pl.Callback):
         stop_ratio: end once the smoothed loss is this many times its lowest value; None never ends early.
         update: train with the suggested rate (`train.py` only).
         key: the option of the module that `update` sets.
-        path: the picture; the losses are written beside it as `.csv`. None writes neither.
+        path: the file of rates and losses (csv); None writes none.
 
     Raises:
         ConfigError: rates or `num_steps` leave nothing to find; or the module has several optimizers, optimizes
@@ -132,7 +131,7 @@ class LearningRateFinder(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the picture and the losses, and log the suggestion."""
+        """Write the losses, and log the suggestion."""
         if not trainer.is_global_zero:
             return
         found = self.suggestion
@@ -144,21 +143,10 @@ class LearningRateFinder(pl.Callback):
             log.info("%s: the loss falls fastest at a learning rate of %.3g%s", tried, found, where)
 
     def write(self, path: Path) -> str:
-        """Write the losses, and the picture if Pillow is installed; return what to say of it."""
+        """Write the losses; return what to say of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with (table := path.with_suffix(".csv")).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(
                 [("lr", "loss", "smoothed"), *zip(self.rates, self.losses, self.smoothed, strict=True)]
             )
-        finite = [value for value in self.smoothed if math.isfinite(value)] or [0.0]
-        decades = [math.log10(rate / self.rates[0]) for rate in self.rates]
-        clipped = [min(max(loss, min(finite)), max(finite)) for loss in self.losses]
-        curves: dict[str, Curve] = {
-            "loss": list(zip(decades, clipped, strict=True)),
-            "moving average": list(zip(decades, self.smoothed, strict=True)),
-        }
-        if (found := self.suggestion) is not None:
-            at = self.rates.index(found)
-            curves[f"suggested: {found:.3g}"] = [(decades[at], self.smoothed[at])]
-        draw(path, [curves], {at: f"{self.rates[0] * 10**at:.0e}" for at in range(int(decades[-1]) + 1)})
-        return f" ({path if path.exists() else table})"
+        return f" ({table})"

@@ -168,9 +168,7 @@ def batch_line(trainer: pl.Trainer) -> str:
     if not sizes:
         return ""
     line = cut_line(sizes, part)
-    ranks, layout = ranks_of(trainer.strategy), layout_of(trainer.strategy)
-    if len(sizes) > 1 and ranks is not None and ranks.batch_size_is == "per_device":
-        line += f" (strategy.batch_size_is=global would cut the {sizes[0]:,} of one device)"
+    layout = layout_of(trainer.strategy)
     if isinstance(layout, StageLayout) and layout.options.num_microbatches > 1:
         line += f", in {layout.options.num_microbatches} micro-batches"
     if (steps := trainer.accumulate_grad_batches) > 1:

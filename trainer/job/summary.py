@@ -6,9 +6,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ..callbacks.epochs import NOT_THEIRS
 from . import tables
 from .result import DIVERGED, Result, short_path
+
+NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
+"""How the names of values begin that the module did not log."""
 
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:

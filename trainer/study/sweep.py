@@ -76,7 +76,7 @@ def write(path: Path, variants: Sequence[Variant]) -> None:
 
 
 def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) -> None:
-    """Write the table, print it with the best variant, and draw the monitored metric of all.
+    """Write the table, and print it with the best variant.
 
     Args:
         kind: what a variant is called: job or trial.
@@ -89,12 +89,6 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
     for variant in variants:
         table.add_row(*variant.cells(), style="bold green" if variant is best else None)
     lines: list[str] = []
-    curve = [(v.number, v.value) for v in variants if v.value is not None]
-    if best is not None and best.result is not None and len(curve) > 1:
-        from ..callbacks.epochs import draw  # here, as a command that only composes needs no torch
-
-        below: dict[float, str] = {best.number: f"best: {kind} {best.number}"}
-        draw(file.with_suffix(".png"), [{best.result.monitor or "": curve}], below)
     if best is not None:
         lines.append(" ".join([f"best: {kind} {best.number}, {best.strategy}", *best.overrides]))
         if best.result is not None and best.result.best_checkpoint:

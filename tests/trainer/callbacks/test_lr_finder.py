@@ -4,7 +4,6 @@ import csv
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from seen import SHORT, events
 
 from evener.strategies import ConfigError
@@ -61,8 +60,6 @@ def test_training_is_the_same_as_without_the_search(tmp_path: Path) -> None:
     plain = unsearched(tmp_path / "plain")
     found = searched(tmp_path / "found")
     assert found.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], abs=1e-12)
-    with Image.open(Path(found.run_dir) / "lr_finder.png") as picture:
-        assert picture.size == (1000, 300)
 
 
 def test_the_rate_is_set_on_request(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What people see: the dashboard's data, the start-up block, the lines of epochs."""
 
-import importlib.util
 import io
 import json
 import logging
@@ -26,7 +25,6 @@ from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
-from evener.trainer.callbacks.epochs import COLOURS, HEIGHT, LEGEND, WIDTH, Curves, bounds, place
 from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
@@ -81,34 +79,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = ["strategy=dp", "devices=2", "callbacks=gradient_norm", "trainer.limit_train_batches=6"]
     home = f"log_dir={tmp_path_factory.mktemp('logs')}"
     return train(compose([*SHORT, home, *options, "trainer.max_epochs=2", "trainer.log_every_n_steps=2"]))
-
-
-def test_curves_begin_at_step_0_and_end_at_the_last_one(tmp_path: Path) -> None:
-    curves = {"val/loss": [(5, 3.0), (10, 1.0)], "train/loss": [(10, 2.0)]}
-    assert bounds(curves) == (1.0, 3.0, 10)
-    # axes from 60 to 740 across, from 240 (low) up to 60 (high)
-    assert [place(point, 1.0, 3.0, 10, 0) for point in curves["val/loss"]] == [(400.0, 60.0), (740.0, 240.0)]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
-def test_losses_and_metrics_have_a_panel_each(digits: Result) -> None:
-    from PIL import Image
-
-    with Image.open(Path(digits.run_dir) / "curves.png") as picture:
-        assert picture.size == (WIDTH + LEGEND, 2 * HEIGHT)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("PIL") is None, reason="Pillow draws the picture")
-def test_one_epoch_is_a_point(tmp_path: Path) -> None:
-    from PIL import Image, ImageColor
-
-    view, module = Curves(str(tmp_path)), pl.LightningModule()
-    trainer: Any = SimpleNamespace(
-        global_step=10, is_global_zero=True, fast_dev_run=False, callback_metrics={"val/loss": torch.tensor(2.0)}
-    )
-    view.on_train_end(trainer, module)
-    with Image.open(tmp_path / "curves.png") as picture:
-        assert picture.getpixel((740, 150)) == ImageColor.getrgb(COLOURS[0])  # the last step; the middle: no range
 
 
 def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
