@@ -24,9 +24,8 @@ from ..distributed.reduction import all_reduce, reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
-from ..sharding.originals import LateParameters, Originals
 from ..sharding.parts import automatic_parts, named_parts
-from ..sharding.refusals import DIFFERENTIATED, NUMPY, verify_plain, verify_run, without_values
+from ..sharding.refusals import DIFFERENTIATED, NUMPY, LateParameters, verify_plain, verify_run, without_values
 from ..sharding.shard_calls import ShardCalls
 from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
 from ..sharding.whole import broadcast_together, gather_tree, shard_like
@@ -85,7 +84,6 @@ class ShardSync(GradientSync):
         if fits:
             strategy.sync_layers()
         strategy.precision_plugin.convert_module(module)
-        originals = Originals(module)
         self._shards = self._cut(module)
         for copy in kept_copies(callbacks_of(trainer), module):
             self._cut(copy)
@@ -96,11 +94,11 @@ class ShardSync(GradientSync):
                 for name in names:
                     self._at_end.callback(Replacement(module, name, self._toggle).remove)
             strategy.setup_optimizers(trainer)
-            originals.give_shards(strategy.optimizers)
-            originals.verify_unheld((module, *callbacks_of(trainer)))
+            self._shards.give_shards(strategy.optimizers)
             verify_run(callbacks_of(trainer), strategy.optimizers)
             self._late = LateParameters(module)
-            self._at_end.callback(self._late.close)
+            for handle in self._late.handles:
+                self._at_end.callback(handle.remove)
         strategy.setup_precision_plugin()
         self._at_end.callback(ShardCalls(self._shards, strategy.group.verify_together).close)
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
@@ -128,7 +126,7 @@ class ShardSync(GradientSync):
             )
         shape = (num,) if replicas == 1 else (replicas, num // replicas)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        shards = ShardedModule(module, parts, mesh, device, options, self._ends_with_run)
+        shards = ShardedModule(module, parts, mesh, device, options)
         if waiting:
             self._fill(shards, waiting, device)
         shards.prime()

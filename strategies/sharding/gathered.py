@@ -1,10 +1,13 @@
 """A parameter that is gathered for a step, which a step may write to and ask for its gradient."""
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from .refusals import verify_data
 from .whole import shard_like
@@ -80,3 +83,45 @@ class Gathered(nn.Parameter):
     def data(self, value: Tensor) -> None:
         verify_data(self, value)
         self.data.copy_(value)
+
+
+class Kept(nn.Parameter):
+    """A parameter from before its module was cut, which somebody may hold: it is what is in its place now."""
+
+    owner: nn.Module
+    key: str
+
+    @staticmethod
+    def from_before(parameter: Any, owner: nn.Module, key: str) -> None:
+        """Make a parameter that was replaced one that is what its owner has instead."""
+        if owner._parameters[key] is not parameter and type(parameter) is not Kept:
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
+            parameter.__class__, parameter.owner, parameter.key = Kept, owner, key
+
+    def now(self) -> Any:
+        """What is in its place: this rank's shard, or within a step the whole where it is gathered."""
+        return self.owner._parameters[self.key]
+
+    def end(self) -> None:
+        """Make it a parameter of its own again, without values."""
+        parameter: Any = self
+        parameter.__class__ = nn.Parameter
+        del vars(self)["owner"], vars(self)["key"]
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Kept, Kept.now, (args, kwargs or {}))
+        if func.__name__ == "__get__":
+            return getattr(args[0], func.__self__.__name__)
+        if func.__name__ == "__set__":
+            return setattr(args[0], func.__self__.__name__, args[1])
+        return func(*args, **kwargs)
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.now(), memo)
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.now().__reduce_ex__(proto)

@@ -6,6 +6,10 @@ from typing import Any
 from pytorch_lightning.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from ..core.errors import ConfigError
@@ -110,6 +114,27 @@ def verify_plain(output: Any) -> None:
     loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, DTensor):
         raise ConfigError(OUTSIDE)
+
+
+class LateParameters:
+    """Refuses parameters that a module is given after it was cut: no rank would gather or reduce them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._may_be_there = module, False
+        self._known = set(map(id, module.parameters()))
+        register = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        self.handles = [one(lambda *_: setattr(self, "_may_be_there", True)) for one in register]
+
+    def verify(self) -> None:
+        """Look at the module between steps, if anything was registered in any module since the last look."""
+        if self._may_be_there:
+            self._may_be_there = False
+            late = [name for name, p in self._module.named_parameters() if id(p) not in self._known]
+            if late:
+                raise ConfigError(
+                    f"fsdp: {', '.join(late)} was added, or replaced by another parameter, after the module was cut "
+                    "over the ranks. Do so in __init__ or configure_model, or write to it: p.data.copy_(values)."
+                )
 
 
 def without_values(name: str) -> str:

@@ -20,9 +20,9 @@ from torchmetrics import Metric
 from ..core.errors import ConfigError
 from ..core.options import Count
 from ..core.patching import Replacement, replaced
-from .gathered import Gathered
+from .gathered import Gathered, Kept
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes
-from .whole import apply_anew, put_together
+from .whole import apply_anew, put_together, shard_entry
 
 _KEY = "evener_shards"
 
@@ -63,17 +63,10 @@ class ShardedModule:
         names: parts that are gathered one by one, each after the parts within it.
         mesh: the ranks; two dimensions replicate over the first.
         device: of this rank.
-        keeps: keep the whole parameters, for a script that goes on with them; see `put_together`.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        mesh: DeviceMesh,
-        device: torch.device,
-        options: ShardOptions,
-        keeps: bool,
+        self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, device: torch.device, options: ShardOptions
     ) -> None:
         self.module = module
         self._options = options
@@ -83,7 +76,7 @@ class ShardedModule:
         self._used: set[int] = set()
         self.note: Callable[[str, Tensor], None] = lambda name, value: None
         """Receives the name and the value of a gathered parameter that was written to."""
-        self._before = dict(module.named_parameters(remove_duplicate=False)) if keeps else {}
+        self._before = dict(module.named_parameters(remove_duplicate=False))
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
         verify_dtypes(module, names)
         parts = [module.get_submodule(name) for name in names]
@@ -96,7 +89,7 @@ class ShardedModule:
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device or tensor.is_meta else tensor.detach().to(device)
 
-        for part in (*parts, root):
+        for name, part in zip((*names, ""), (*parts, root), strict=True):
             # torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1)
             apply_anew(part, moved)
             for metric in (one for one in part.modules() if isinstance(one, Metric)):
@@ -105,6 +98,9 @@ class ShardedModule:
             again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
             fully_shard(part, mesh=mesh, offload_policy=offload, ignored_params=scalars, reshard_after_forward=again)
+            for key, before in self._before.items():
+                if key.startswith(f"{name}." if name else "") and before.dim() and not before.is_meta:
+                    before.data = before.data.new_empty(0)  # the shards are copies
         self._root = cast(Any, root)
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
             parameter._backward_hooks = backward
@@ -170,6 +166,9 @@ class ShardedModule:
         for gathered in self.gathered:
             if gathered.is_floating_point() or gathered.is_complex():
                 gathered.requires_grad_().register_post_accumulate_grad_hook(self._note_use)
+        for name, before in self._before.items():
+            owner, _, key = name.rpartition(".")
+            Kept.from_before(before, self.module.get_submodule(owner), key)
         self.follow_flags()
         self._hooks = range(self._hooks.start, RemovableHandle.next_id)
 
@@ -177,6 +176,16 @@ class ShardedModule:
     def gathered(self) -> list[Gathered]:
         """The gathered parameters; torch uses the same ones again, without memory in the meantime."""
         return [gathered for part in self._gathered.values() for gathered in part]
+
+    def give_shards(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have optimizers that were made before train what is in the place of their parameters."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for i, parameter in enumerate(group["params"]):
+                    if isinstance(parameter, Kept):
+                        group["params"][i] = shard = parameter.now()
+                        if parameter in optimizer.state:
+                            optimizer.state[shard] = shard_entry(optimizer.state.pop(parameter), shard)
 
     def _convert(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
         """Convert the module (`.to()`) so that torch learns of its new shards."""
@@ -347,6 +356,9 @@ class ShardedModule:
 
     def put_together(self, optimizers: Sequence[Optimizer], is_first: bool) -> None:
         """Make the module whole again on rank 0, which hands it back to a script; all ranks must call this."""
+        for before in self._before.values():
+            if isinstance(before, Kept):
+                before.end()
         put_together(self.module, self._before, optimizers, is_first)
         self._conversion.remove()
         for part in self.module.modules():

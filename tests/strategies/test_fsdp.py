@@ -4,6 +4,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks
 from regression import NUM_SAMPLES, Net, Numbered, fit, fit_all, outcome, quiet_trainer, weights
@@ -182,9 +183,24 @@ class Early(Net):
 
 
 class Holds(Net):
+    """Reads a parameter that it has held since before it was cut."""
+
     def __init__(self) -> None:
         super().__init__()
         self.groups = {"decayed": [self.net[0].weight]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + sum(weight.square().sum() for weight in self.groups["decayed"])
+
+
+class Reads(pl.Callback):
+    """Reads such a parameter between steps, and writes to it."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        weight = pl_module.groups["decayed"][0]
+        self.norm = weight.norm().item()
+        weight.data.mul_(0.9)
 
 
 def _fit_early() -> Any:
@@ -204,14 +220,21 @@ def test_an_optimizer_made_before_trains_the_shards() -> None:
         torch.testing.assert_close(rank, weights(module), rtol=0, atol=1e-10)
 
 
-def _fit_holding() -> None:
-    strategy = FSDPStrategy(batch_size_is="global", timeout_s=60)
-    quiet_trainer(strategy, 2, max_epochs=1).fit(Holds(), DataLoader(Numbered(6), 3))
+def _fit_holding(strategy: Any, num: int) -> Any:
+    torch.manual_seed(0)
+    module, reads = Holds(), Reads()
+    quiet_trainer(strategy, num, max_epochs=1, callbacks=[reads]).fit(module, DataLoader(Numbered(6), 3))
+    return weights(module), reads.norm
 
 
-def test_a_parameter_from_before_it_was_cut_is_refused() -> None:
-    with pytest.raises(RankError, match=r"fsdp: Holds\.groups holds the parameter net\.0\.weight from before"):
-        run_ranks(_fit_holding, 2)
+def _fit_holding_shards() -> Any:
+    return _fit_holding(FSDPStrategy(shard=[], batch_size_is="global", timeout_s=60), 2)
+
+
+def test_a_parameter_that_was_kept_from_before_is_the_one_that_is_trained() -> None:
+    single = _fit_holding(SingleDeviceStrategy(), 1)
+    for rank in run_ranks(_fit_holding_shards, 2):
+        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
 
 
 class Summed(Net):

@@ -9,30 +9,7 @@ from parity import Case, TiedNet, fit, make_module
 from torch import Tensor
 
 from evener.strategies import DataParallelStrategy
-from evener.strategies.core import devices as devices_module
 from evener.strategies.replicas import replicas as replicas_room
-
-
-def test_a_refresh_packs_the_parameters_once_for_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[int] = []
-    moved: list[str] = []
-    pack = devices_module.flattened
-
-    def counted(tensors: Sequence[Tensor]) -> Tensor:
-        packed.append(len(tensors))
-        return pack(tensors)
-
-    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-        moved.append(device.type)
-        return tensor.to(device)
-
-    monkeypatch.setattr(devices_module, "flattened", counted)
-    monkeypatch.setattr(devices_module, "to_device", to_device)
-    sources = [torch.ones(3), torch.ones(2, 2)]
-    away = [[torch.empty_like(source, device="meta") for source in sources] for _ in range(3)]
-    devices_module.broadcast_coalesced(sources, away)
-    assert packed == [2]
-    assert moved == ["meta"] * 3
 
 
 class Frozen(TiedNet):
