@@ -8,12 +8,14 @@ from pytorch_lightning.profilers import Profiler
 from torch import profiler
 from typing_extensions import override
 
+from .timeline import draw_stages
+
 
 class TraceProfiler(Profiler):
     """Record some training steps with torch's profiler: operators, kernels, memory and the actions of the loop.
 
     Every rank writes `trace.json` (rank 0) or `trace_rank<n>.json`, which https://ui.perfetto.dev shows, and on CUDA
-    `memory.pickle`, which https://pytorch.org/memory_viz shows.
+    `memory.pickle`, which https://pytorch.org/memory_viz shows. Stages of a pipeline are drawn in `timeline.png`.
 
     Args:
         dirpath: directory of the files.
@@ -62,7 +64,9 @@ class TraceProfiler(Profiler):
         self._profile.stop()
         rank = int(os.environ.get("RANK", "0"))
         suffix = f"_rank{rank}" if rank else ""
-        self._profile.export_chrome_trace(str(self.folder / f"trace{suffix}.json"))
+        trace = self.folder / f"trace{suffix}.json"
+        self._profile.export_chrome_trace(str(trace))
+        draw_stages(trace, self.folder / f"timeline{suffix}.png")
         self._profile = None
         self._open.clear()
         if torch.cuda.is_available():

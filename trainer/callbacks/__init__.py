@@ -6,7 +6,7 @@ May import: nothing else in the trainer.
 
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from .device_monitor import DeviceMonitor
+from .device_monitor import DeviceMonitor, SlowRank
 from .epochs import EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
@@ -19,5 +19,5 @@ LearningRate = LearningRateMonitor
 
 __all__ = [
     "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
-    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "StartUp", "Utilization",
+    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "SlowRank", "StartUp", "Utilization",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, StartUp
+from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
@@ -164,6 +164,7 @@ def build(cfg: DictConfig) -> Parts:
         *(instantiate(key, options) for key, options in entries("callbacks", cfg.get("callbacks"))),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
         LogEveryEpoch(),
+        SlowRank(),
         StartUp(cfg.run_dir),
     ]
     if cfg.trainer.get("enable_progress_bar", True):

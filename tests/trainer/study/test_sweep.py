@@ -15,6 +15,7 @@ from evener.trainer import Result, compose, train
 from evener.trainer.loggers.hparams import in_order, without_repetition
 from evener.trainer.loggers.tensorboard import OUR_OWN
 from evener.trainer.study.sweep import SweepTable, read_jobs
+from evener.trainer.timeline import Box, draw_stages, read_rows
 
 
 def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> SweepTable:
@@ -153,3 +154,30 @@ def test_debug_trace_names_the_tasks_of_the_pipelines_schedule(tmp_path: Path) -
     in_order = [event["name"] for event in sorted(tasks, key=lambda event: event["ts"])]
     # 1f1b of 3 micro-batches on 2 stages; the last backward is that of the step's loss
     assert in_order == ["F0 stage 0", "F1 stage 0", "F0 stage 1", "B0", "F2 stage 0", "F1 stage 1", "B1", "F2 stage 1"]
+    rows, _ = read_rows(recorded)
+    drawn = {name: [f"{box.phase}{box.microbatch}" for box in boxes] for name, boxes in rows.items()}
+    assert drawn == {
+        "stage 0": ["F0", "F1", "B0", "F2", "B1", "B2"],
+        "stage 1": ["F0", "B0", "F1", "B1", "F2", "B2"],
+    }
+    assert (Path(result.run_dir) / "timeline.png").exists()
+
+
+def test_a_timeline_has_the_times_of_devices_where_a_trace_has_them(tmp_path: Path) -> None:
+    # two GPUs, two micro-batches: the host queues all at once, and they compute for 10 ms each
+    def event(kind: str, name: str, device: int, start_ms: int, ms: int = 10) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "pid": device, "ts": 1000.0 * start_ms, "dur": 1000.0 * ms}
+
+    ran = [("F0", 0, 110), ("F1", 0, 120), ("F0", 1, 120), ("F1", 1, 130), ("B1", 1, 140), ("B1", 0, 150)]
+    host = [event("user_annotation", f"F{i}", 77, 101 + i, 1) for i in (0, 1)]
+    devices = [event("gpu_user_annotation", name, device, start) for name, device, start in ran]
+    events = [event("user_annotation", "run_training_batch", 77, 100, 80), *host, *devices]
+    rows, unit = read_rows(events)
+    assert unit == "ms of devices"
+    assert rows == {
+        "device 0": [Box("F", 0, 10, 20), Box("F", 1, 20, 30), Box("B", 1, 50, 60)],
+        "device 1": [Box("F", 0, 20, 30), Box("F", 1, 30, 40), Box("B", 1, 40, 50)],
+    }
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    draw_stages(tmp_path / "trace.json", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 1000

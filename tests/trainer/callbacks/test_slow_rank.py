@@ -1,0 +1,76 @@
+"""A rank that all others wait for is named; equal ranks on a busy machine are not."""
+
+import logging
+import random
+import time
+import warnings
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.trainer import Trainer
+from evener.trainer.callbacks import SlowRank
+from evener.trainer.callbacks.device_monitor import Spread, slow_rank
+
+
+def test_quartiles_are_those_between_the_values() -> None:
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 100.0]) == (2.0, 3.0, 4.0)
+
+
+def test_a_rank_is_named_only_if_it_is_clearly_the_slowest_at_every_point() -> None:
+    equal, slow = Spread(0.9, 1.0, 1.1), Spread(1.3, 1.5, 1.7)
+    assert slow_rank([[equal, slow, equal], [equal, slow, equal]]) == 1  # 1.3 > 1.15 · 1.1
+    assert slow_rank([[equal, slow, equal], [equal, equal, slow]]) is None
+    assert slow_rank([[equal, slow, equal], [equal, Spread(1.2, 1.5, 1.7), equal]]) is None  # 1.2 < 1.265
+    assert slow_rank([[slow, slow, equal]] * 2) is None
+
+
+def test_ten_runs_of_equal_ranks_name_none_under_load() -> None:
+    for seed in range(10):
+        noise = random.Random(seed)
+        points = [
+            [Spread.of([5 + 4 * sum(noise.random() < 0.3 for _ in range(7)) for _ in range(10)]) for _ in range(2)]
+            for _ in range(50)
+        ]
+        assert [slow_rank(points[i : i + 2]) for i in range(49)] == [None] * 49
+
+
+class Sleepy(pl.LightningModule):
+    """One rank sleeps in every step."""
+
+    def __init__(self, sleepy: int | None) -> None:
+        super().__init__()
+        self.layer, self.sleepy = torch.nn.Linear(4, 1), sleepy
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.1 if self.global_rank == self.sleepy else 0.01)
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def warnings_of(sleepy: int | None) -> list[str]:
+    warnings.simplefilter("ignore")  # Lightning's own, and its advice for speed
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evener.trainer.callbacks.device_monitor").addHandler(handler)
+    trainer = Trainer(
+        strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, log_every_n_steps=10, logger=False,
+        callbacks=[SlowRank()], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Sleepy(sleepy), DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=2))
+    return told
+
+
+@pytest.mark.parametrize("sleepy", [None, 1])
+def test_the_rank_that_sleeps_is_named_once_by_rank_0(sleepy: int | None) -> None:
+    first, second = run_ranks(warnings_of, 2, sleepy)
+    assert second == []
+    assert [text[:12] for text in first] == ([] if sleepy is None else ["Rank 1 takes"])
+    assert all("strategy=balanced_ddp" in text for text in first)
