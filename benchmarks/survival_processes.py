@@ -48,17 +48,22 @@ def become_reaper() -> None:
 
 
 def descendants() -> list[int]:
-    """All descendants of this process that are alive, parents first."""
+    """All descendants of this process that are alive, parents first.
+
+    One whose first thread has ended is dead in /proc, and yet has its other threads and its children.
+    """
     children: dict[int, list[int]] = {}
+    ended: set[int] = set()
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):  # ended meanwhile
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(pid)
+            state, parent, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            children.setdefault(int(parent), []).append(pid)
+            if state in "ZX" and int(rest[15]) <= 1:  # number of threads
+                ended.add(pid)
     found = [os.getpid()]
     for pid in found:
         found += children.get(pid, [])
-    return found[1:]
+    return [pid for pid in found[1:] if pid not in ended]
 
 
 def describe(pid: int) -> str:

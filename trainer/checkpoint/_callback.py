@@ -235,10 +235,10 @@ class Checkpoint(ModelCheckpoint):
     def lacks(self, trainer: pl.Trainer) -> bool:
         """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""
         fresh = (self._last_global_step_saved, self._last_batch_saved) == (trainer.global_step, _num_batches(trainer))
-        return bool(self.save_last) and not fresh and not _is_trial(trainer)
+        return bool(self.save_last) and not fresh and not getattr(trainer, "fast_dev_run", False)
 
     def _mark(self, trainer: pl.Trainer) -> None:
-        self.due = self._best_due = not _is_trial(trainer)
+        self.due = self._best_due = not getattr(trainer, "fast_dev_run", False)  # which saves nothing
 
     def _epoch_counts(self, trainer: pl.Trainer) -> bool:
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
@@ -361,15 +361,8 @@ class Checkpoint(ModelCheckpoint):
         self.best_epoch = state_dict.get("best_epoch")
 
     @override
-    def _format_checkpoint_name(
-        self,
-        filename: str | None,
-        metrics: dict[str, Tensor],
-        prefix: str | None = None,
-        auto_insert_metric_name: bool = True,
-    ) -> str:
-        name = super()._format_checkpoint_name(filename, metrics, prefix, auto_insert_metric_name)
-        return re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip(".-")
+    def _format_checkpoint_name(self, *args: Any, **kwargs: Any) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]+", "_", super()._format_checkpoint_name(*args, **kwargs)).lstrip(".-")
 
     @override
     def _get_metric_interpolated_filepath_name(
@@ -402,11 +395,6 @@ def _verify_spelling(monitor: str, logged: Iterable[str]) -> None:
                 raise ConfigError(
                     f"monitor={monitor} ranks the checkpoints, but validation logs {name}. Give monitor={name}."
                 )
-
-
-def _is_trial(trainer: pl.Trainer) -> bool:
-    """Whether this is a `fast_dev_run`, which saves nothing."""
-    return bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _num_batches(trainer: pl.Trainer) -> int:

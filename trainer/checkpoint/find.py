@@ -57,7 +57,6 @@ def good_or_newest(path: str | Path) -> Path:
     newest = next((file for file in chain([Path(path)], beside) if is_good(file)), None)
     if newest is None:
         raise CheckpointError(f"The checkpoint {path} can't be used, and its directory has no other valid checkpoint.")
-    if newest == Path(path):
-        return newest
-    logger.warning("Instead of %s, training continues from %s.", path, newest)
+    if newest != Path(path):
+        logger.warning("Instead of %s, training continues from %s.", path, newest)
     return newest

@@ -1,6 +1,7 @@
 """Evaluate beside a training that goes on as if nothing had been evaluated, and stop where a signal asks for it."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -132,12 +133,18 @@ class SeparateEvaluation(_EvaluationLoop):
 
     @override
     def setup_data(self) -> None:
-        before = self._combined_loader
-        super().setup_data()
-        combined, fit_loop = self._combined_loader, self.trainer.fit_loop
-        if combined is None or combined is before or self.trainer.state.fn != TrainerFn.FITTING:
+        fit_loop: Any = self.trainer.fit_loop
+        before, trained, random = self._combined_loader, fit_loop._combined_loader, self.random_of_training
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        if fits and trained is not None and (random or self.trainer.num_sanity_val_steps):
+            random = fit_loop.random_of_loaders
+        with rng.isolated() if random else nullcontext():  # so that a `random_split` in both methods is one split
+            if random:
+                rng.restore(random)
+            super().setup_data()
+        combined = self._combined_loader
+        if combined is None or combined is before or not fits:
             return
-        trained = fit_loop._combined_loader
         trained_on = [] if trained is None else list(map(id, trained.flattened))
         combined.flattened = [_copy_of(part) if id(part) in trained_on else part for part in combined.flattened]
         for loader in combined.flattened:

@@ -256,5 +256,5 @@ def execute(config_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_parent(int(os.environ[PARENT]))  # which may be gone already
     execute(Path(sys.argv[1]))

@@ -1,5 +1,6 @@
 """A validation leaves the training around it as it was, finished or stopped."""
 
+import json
 import os
 import signal
 import warnings
@@ -11,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, random_split
 from torchmetrics import SumMetric
 from torchmetrics.wrappers import Running
 
@@ -70,6 +71,58 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
             trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
     assert len(losses[0]) == 8
     assert losses[0] == losses[1]
+
+
+class Split(pl.LightningModule):
+    """Splits its samples in each of its loader methods, as one does who takes the random state there for the same."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.folder, self.read = folder, dict[str, list[float]](train=[], val=[])
+
+    def split(self) -> list[Subset[torch.Tensor]]:
+        return random_split(torch.arange(20.0)[:, None], [14, 6])  # pyright: ignore[reportArgumentType]
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(self.split()[0], 2, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(self.split()[1], 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.read["train"] += batch.flatten().tolist()
+        return self.layer(batch / 20).square().mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            self.read["val"] += batch.flatten().tolist()
+
+    def on_fit_end(self) -> None:
+        (self.folder / f"{self.current_epoch}-{self.global_rank}").write_text(json.dumps(self.read))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_split_in_both_loader_methods_is_one_split(num_ranks: int, tmp_path: Path) -> None:
+    # the sanity check drew its own; ranks, which had looked at samples before, drew another one when resumed
+    for epochs in (1, 2):
+        pl.seed_everything(3, verbose=False)
+        trainer = Trainer(
+            max_epochs=epochs, accelerator="cpu", devices=num_ranks, strategy="ddp" if num_ranks > 1 else "auto",
+            logger=False, callbacks=[Checkpoint(tmp_path, every_n_epochs=1)], enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Split(tmp_path), ckpt_path=tmp_path / "last.ckpt" if epochs > 1 else None)
+    read = [[json.loads(path.read_text()) for path in tmp_path.glob(f"{epoch}-*")] for epoch in (1, 2)]
+    trained = [{sample for rank in ranks for sample in rank["train"]} for ranks in read]
+    validated = [{sample for rank in ranks for sample in rank["val"]} for ranks in read]
+    assert trained[0] == trained[1]
+    assert validated[0] == validated[1]
+    assert len(trained[0]) == 14
+    assert len(validated[0] - trained[0]) == 6
 
 
 @pytest.mark.parametrize("in_module", [False, True], ids=["a callback's", "the module's own"])

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+import warm_python
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +26,7 @@ from evener.trainer import compose, train
 from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
+from evener.trainer.launch.environment import PARENT
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
 from evener.trainer.study.trial import (
@@ -188,6 +192,12 @@ def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         p for p in psutil.Process().children(recursive=True) if "evener.trainer.study.trial" in " ".join(p.cmdline())
     ]
     assert left == []
+
+
+def test_a_trial_whose_command_was_killed_while_it_started_ends() -> None:
+    gone = warm_python.run("-c", "import os; print(os.getpid())").stdout.strip()
+    trial = warm_python.run("-m", "evener.trainer.study.trial", "a trial's file", env={**os.environ, PARENT: gone})
+    assert trial.returncode == -signal.SIGKILL
 
 
 def test_the_command_compares_in_processes_of_their_own(
