@@ -34,10 +34,7 @@ from typing_extensions import override
 
 from evener.strategies.core.internals import (
     clear_compile_rules,
-    dynamo_config,
-    parametrizations_are_cached,
     saved,
-    storage_use_count,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -267,9 +264,9 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     assert sums[0].tolist() == [0, 0]
     view, storage = sums[0][1:], sums[0].untyped_storage()
     assert view.untyped_storage()._cdata == storage._cdata != torch.ones(1).untyped_storage()._cdata
-    alone = storage_use_count(storage)
+    alone = torch._C._storage_Use_Count(storage._cdata)
     array = sums[0].detach()
-    assert storage_use_count(storage) == alone + 1
+    assert torch._C._storage_Use_Count(storage._cdata) == alone + 1
     del array, view
     assert [norm.item() for norm in torch._foreach_norm([torch.full((4,), 2.0)], 2)] == [4.0]
     assert not torch._C._dispatch_tls_is_dispatch_key_excluded("Python")
@@ -285,8 +282,8 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     torch.func.vmap(lambda row: (in_transform.append(seen()), row)[1])(torch.ones(1))
     assert (in_transform, torch._C._are_functorch_transforms_active()) == ([True], False)
     with torch.nn.utils.parametrize.cached():
-        assert parametrizations_are_cached()
-    assert not parametrizations_are_cached()
+        assert torch.nn.utils.parametrize._cache_enabled
+    assert not torch.nn.utils.parametrize._cache_enabled
 
     layer = nn.Linear(1, 1)
     hook = layer.register_forward_pre_hook(lambda module, args: None)
@@ -303,7 +300,7 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     layer.compile()
     assert layer._compiled_call_impl is not None
     assert torch.compile(layer)._orig_mod is layer
-    assert dynamo_config().recompile_limit > 0
+    assert torch._dynamo.config.recompile_limit > 0
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map()
     clear_compile_rules()

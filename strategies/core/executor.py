@@ -8,9 +8,10 @@ from threading import Semaphore, Thread
 from typing import Any
 
 import torch
+from torch import overrides
+from torch.utils import _python_dispatch
 
 from .devices import current_stream, is_accelerator, on_device
-from .internals import active_modes, in_modes
 
 MOST_THREADS = 1024
 """Threads of an executor, at most; one is started only where all others are at work."""
@@ -110,7 +111,8 @@ class ThreadState:
     """Captures torch's thread-local state at construction and reproduces it in other threads."""
 
     def __init__(self) -> None:
-        self._modes = active_modes()
+        self._modes = [one for one in overrides._get_current_function_mode_stack() if not getattr(one, "stays", False)]
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._cache = torch.is_autocast_cache_enabled()
@@ -130,9 +132,23 @@ class ThreadState:
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
             self.autocast_on({device.type, *(self._autocast if len(self._autocast) > 1 else ())}),
-            in_modes(self._modes),
+            self._in_modes(),
         ):
             yield
+
+    @contextmanager
+    def _in_modes(self) -> Generator[None]:
+        for mode in self._modes:
+            overrides._push_mode(mode)
+        for mode in self._dispatch_modes:
+            _python_dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            for mode in reversed(self._dispatch_modes):
+                _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+            for _ in self._modes:
+                overrides._pop_mode()
 
     @contextmanager
     def autocast_on(self, kinds: Iterable[str]) -> Generator[None]:

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from ..batch.log_recorder import LogRecorder
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
-from ..core.executor import Executor, Piece, ThreadState, Turns, reraised
+from ..core.executor import Piece, ThreadState, Turns, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
 from ._rehearsal import Rehearsal
@@ -54,14 +54,14 @@ class MicroBatches:
         self,
         names: Sequence[str],
         calls: Sequence[Callable[[], Any]],
-        gradients: EarlyGradients | None,
+        gradients: EarlyGradients,
         meet: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Run one training step per micro-batch, and go backward with all but the last one to do so.
 
         Args:
             calls: one per micro-batch; each returns a loss, a mapping with `loss`, or None.
-            gradients: collects their gradients; None if their outputs are to keep their graphs.
+            gradients: collects their gradients.
             meet: called when all have been forward, before the first goes backward; None if they need not wait.
 
         Returns:
@@ -75,8 +75,6 @@ class MicroBatches:
             for i, (name, call) in enumerate(zip(names, calls, strict=True))
         ]
         with self._state.step():
-            if gradients is None:
-                return Executor(threads=False).run(pieces)
             try:
                 return self._in_turns(pieces, gradients, meet)
             finally:
@@ -138,9 +136,9 @@ class MicroBatches:
         in_order = self.times is not None or self.rehearsal.draws or not self._state.may_alternate()
         return "1f1b", self._layout.num_stages if self._layout.overlaps and not in_order else 1
 
-    def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients | None) -> Any:
+    def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
         output = self.logs.run(number, partial(self._watched, number, partial(self.rehearsal.run, number, call)))
-        return output if gradients is None else gradients.take(number, output)
+        return gradients.take(number, output)
 
     def _watched(self, number: int, call: Callable[[], Any]) -> Any:
         """Run the step of a micro-batch; the first one of a run is watched."""

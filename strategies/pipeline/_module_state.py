@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor, get_rng_state, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
@@ -32,7 +34,6 @@ from typing_extensions import override
 
 from ..batch.exact.normalisers import Part
 from ..core.errors import ConfigError
-from ..core.internals import in_dual_level, parametrizations_are_cached, saves_elsewhere
 from ..core.module_checks import is_compiled, is_metric, is_plain
 from ..core.patching import hooks_of, replaced
 
@@ -119,9 +120,12 @@ class ModuleState:
 
     def look(self, stage: int = 0) -> None:
         """Learn, in the watched micro-batch, that others could come in between now."""
-        in_block = torch._C._are_functorch_transforms_active() or parametrizations_are_cached() or in_dual_level()
-        self._keeps |= in_block or self._state() != self._first
-        self._draws_again |= not torch.is_grad_enabled() or saves_elsewhere()
+        in_block = torch._C._are_functorch_transforms_active() or parametrize._cache_enabled
+        self._keeps |= bool(in_block) or forward_ad._current_level >= 0 or self._state() != self._first
+        inside: Any = torch._C
+        self._draws_again |= (
+            not torch.is_grad_enabled() or inside._autograd._top_saved_tensors_default_hooks(False) is not None
+        )
 
     @contextmanager
     def _watched(self) -> Generator[None]:

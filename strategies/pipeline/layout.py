@@ -58,7 +58,7 @@ class StageLayout(Layout):
         self.structures = RunStructures()
         self._microbatches: MicroBatches | None = None
         self._module: pl.LightningModule | None = None
-        self._has_batchnorm = self._is_manual = False
+        self._has_batchnorm = self._gets_whole = False
         self._told = WarningCache()
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
@@ -78,20 +78,22 @@ class StageLayout(Layout):
     @override
     def cut_by(self) -> str:
         num = self.options.num_microbatches
-        return f"num_microbatches={num}" if num > 1 and not self._is_manual else ""
+        return f"num_microbatches={num}" if num > 1 and not self._gets_whole else ""
 
     @override
     def verify(self, trainer: pl.Trainer) -> None:
-        module, self._is_manual = trainer.lightning_module, False
+        module, self._gets_whole = trainer.lightning_module, False
         if not self.cut_by or trainer.state.fn != TrainerFn.FITTING:
             return
-        if not module.automatic_optimization:
-            self._told.warn(
-                f"{self.strategy}: {type(module).__name__} optimizes manually, so all micro-batches would wait for one "
-                f"another in manual_backward, their graphs in memory. Its steps get whole batches: {self.cut_by} has "
-                "no effect."
+        is_manual = not module.automatic_optimization
+        if is_manual or end_of_step(module) is not None:
+            why, where = ("optimizes", "manual_backward") if is_manual else ("ends its steps", "training_step_end")
+            tell = self._told.warn if is_manual else self._told.info
+            tell(
+                f"{self.strategy}: {type(module).__name__} {why} manually, so all micro-batches would wait for one "
+                f"another in {where}, their graphs in memory. Its steps get whole batches: {self.cut_by} has no effect."
             )
-            self._is_manual = True
+            self._gets_whole = True
             return
         if self.options.balance == "time" and self.options.is_deterministic:
             raise ConfigError(
@@ -115,11 +117,6 @@ class StageLayout(Layout):
         self.stages.begin()
         self._has_batchnorm = has_batchnorm(module)
         self._new_microbatches(module)
-        if self.cut_by and self.stages.overlaps and end_of_step(module) is not None:
-            self._told.info(
-                f"{self.cut_by}: {type(module).__name__}.training_step_end joins the outputs of micro-batches, which "
-                "therefore run one after the other and go backward together."
-            )
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
@@ -194,21 +191,17 @@ class StageLayout(Layout):
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
         assert self._module is not None
         assert self._microbatches is not None
-        sizes, end = self._sizes(batch), end_of_step(self._module)
+        sizes = self._sizes(batch)
         logs, rehearsal = self._microbatches.logs, self._microbatches.rehearsal
         results = self.structures.of_results("training_step")
-        meeting = self.stages.meeting_device
-        if end is not None:
-            sizes = [size for size in results.unequal(sizes) if size]
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        if end is None:
-            steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
-        gradients = self._gradients(sizes) if end is None else None
+        steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
+        gradients = self._gradients(sizes)
         rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
         logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
@@ -216,10 +209,6 @@ class StageLayout(Layout):
             outputs = self._microbatches.run(names, steps, gradients, meet)
         rehearsal.end()
         logs.merge(range(len(sizes)), sizes, outputs)
-        if end is not None:
-            logs.replay(sizes)
-            return end(results.join(outputs, sizes, meeting))
-        assert gradients is not None
         result = logs.combine(outputs, self.reader.valued(outputs), sizes, results)
         self.losses = logs.losses
         if isinstance(result, dict):

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.internals import storage_use_count
-
 _DATA: Any = torch.Tensor.data
 _USES_OF_OWN = 2
 """A tensor's own use of its storage, and that of the object that asks."""
@@ -51,7 +49,7 @@ class HiddenWrites:
 def is_shared(tensor: Tensor) -> bool:
     """Whether anything else holds the memory of a tensor."""
     try:
-        return storage_use_count(tensor.untyped_storage()) > _USES_OF_OWN
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _USES_OF_OWN
     except (AttributeError, NotImplementedError, RuntimeError):  # a layout or a version of torch without such a count
         return True
 

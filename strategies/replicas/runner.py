@@ -19,7 +19,6 @@ from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import Meeting
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
-from ..core.internals import dynamo_config
 from ..core.module_checks import is_compiled
 from ..core.side_streams import from_host
 from .manual import ManualSteps
@@ -233,8 +232,9 @@ class ReplicaRunner:
 
 def allow_recompiling(num_devices: int) -> None:
     """Raise torch's limit of compilations, since a function is compiled for each device."""
-    known = dynamo_config()
-    known.recompile_limit = max(known.recompile_limit, _COMPILATIONS * num_devices)
+    from torch._dynamo import config  # takes a second to import, and is there if a module is compiled
+
+    config.recompile_limit = max(config.recompile_limit, _COMPILATIONS * num_devices)
 
 
 def _is_same(value: Any, other: Any) -> bool:
