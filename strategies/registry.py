@@ -19,7 +19,7 @@ from .distributed.scripts.launcher import StartMethod
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
-from .pipeline.recompute import RecomputeOption
+from .pipeline.recompute import Recompute, RecomputeOption
 from .ranks.strategy import RankStrategy
 from .single_device import SingleDeviceStrategy
 
@@ -65,7 +65,7 @@ def name_of(strategy: Strategy) -> str:
 
 def contract_of(strategy: Strategy) -> StepContract:
     """What the strategy does beside Lightning's part; one that is not of this project adds nothing."""
-    return strategy.contract if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else NothingToDo()
+    return _of_ours(strategy, "contract") or NothingToDo()
 
 
 def ranks_of(strategy: Strategy) -> RankStrategy | None:
@@ -80,14 +80,12 @@ def processes_of(strategy: Strategy) -> int:
 
 def layout_of(strategy: Strategy) -> Layout | None:
     """How the strategy uses the devices of this process; None if that is not known."""
-    return strategy.layout if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else None
+    return _of_ours(strategy, "layout")
 
 
 def process_devices(strategy: Strategy) -> list[torch.device]:
     """The devices of this process, the root device first."""
-    if isinstance(strategy, (OneProcessStrategy, RankStrategy)):
-        return strategy.process_devices
-    return [strategy.root_device]
+    return _of_ours(strategy, "process_devices") or [strategy.root_device]
 
 
 def node_devices(strategy: Strategy) -> list[torch.device]:
@@ -109,10 +107,14 @@ def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str,
 
 def recompute_of(strategy: Strategy) -> RecomputeOption:
     """The parts of the module whose activations the strategy recomputes."""
-    known = (SingleDeviceStrategy, DataParallelStrategy, ModelParallelStrategy, RankStrategy)
-    return strategy.recompute.option if isinstance(strategy, known) else "never"
+    recompute = getattr(strategy, "recompute", None)
+    return recompute.option if isinstance(recompute, Recompute) else "never"
 
 
 def stop_signal_of(strategy: Strategy) -> int | None:
     """The signal by which all ranks have agreed to stop, if any."""
     return strategy.group.stop_signal if isinstance(strategy, RankStrategy) else None
+
+
+def _of_ours(strategy: Strategy, attribute: str) -> Any:
+    return getattr(strategy, attribute) if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else None

@@ -203,10 +203,10 @@ def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:
         read(num, {"x": torch.ones(num, 6), "y": torch.ones(num)}, places)
     with pytest.raises(ConfigError, match=r"this rank has read 5 samples, but their batch has 4 rows"):
         read(5, {"x": torch.ones(4, 6), "y": torch.ones(4)}, places)
-    shares.begin_training()
+    shares.knows_parts = False
     for num, boxes in ((2, 2), (4, 7), (2, 4)):  # boxes, at first as many as samples by chance
         read(num, {"x": torch.ones(boxes, 3), "y": torch.ones(num)}, places)
-    shares.begin_training()
+    shares.knows_parts = False
     for num in (5, 3):  # of a stream nothing is known
         read(num, torch.ones(5, num, 6), ())
 

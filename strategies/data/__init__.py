@@ -1,5 +1,5 @@
 """Decide which rank reads which sample.
 
-Exports: loaders, combined, shares, sampling, streams, torch_loader.
+Exports: loaders, shares, sampling, streams, torch_loader.
 May import: core, batch.
 """

@@ -1,14 +1,13 @@
 """Iterate samplers in one order on all ranks, and seed the workers of loaders."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from lightning_fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from ..core.rng import RandomState, random_state, swapped_random_state
+from ..core.rng import random_state, swapped_random_state
 from ..core.types import Unit
 
 Agree: TypeAlias = Callable[[Any], Any]
@@ -35,9 +34,16 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
     state, generator_state = agree((random_state(), own))
     if generator_state is not None:
         sampler.generator.set_state(generator_state)
-    stream = _Stream(state)
-    iterator = iter(units) if rank == 0 else stream.draw(iter, units)  # a loader draws the seed of its workers here
-    first = next(iterator, None) if rank == 0 else stream.draw(next, iterator, None)
+
+    def draw(call: Callable[..., Any], *args: Any) -> Any:
+        nonlocal state
+        with swapped_random_state(state):
+            drawn = call(*args)
+            state = random_state()
+        return drawn
+
+    iterator = iter(units) if rank == 0 else draw(iter, units)  # a loader draws the seed of its workers here
+    first = next(iterator, None) if rank == 0 else draw(next, iterator, None)
     if first is None:
         return
     yield first
@@ -45,23 +51,9 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
         yield from iterator
         return
     if rank == 0:
-        stream.state = random_state()
-    while (unit := stream.draw(next, iterator, None)) is not None:
+        state = random_state()
+    while (unit := draw(next, iterator, None)) is not None:
         yield unit
-
-
-@dataclass
-class _Stream:
-    """A random state for one sampler."""
-
-    state: RandomState
-
-    def draw(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Make a call that draws from it."""
-        with swapped_random_state(self.state):
-            drawn = call(*args)
-            self.state = random_state()
-        return drawn
 
 
 def seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:

@@ -62,15 +62,10 @@ class RankLoaders:
     num_together: int = 0
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
-        """Make this rank's loader.
+        """Make the loader of this rank's batches from the user's, which is not changed.
 
         Args:
-            loader: the user's loader; it is not changed.
-            role: what it is used for.
             managed: False if the user divides the samples among ranks (`use_distributed_sampler=False`).
-
-        Returns:
-            A loader that yields this rank's batches.
 
         Raises:
             ConfigError: the loader is already divided among ranks, and `batch_size_is=global`.

@@ -16,10 +16,10 @@ the shards of all ranks.
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch.utils.data import Sampler
 from typing_extensions import override
@@ -32,13 +32,7 @@ from ._sampler_order import Agree, in_one_order
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of one global batch.
-
-    Args:
-        num: samples of this rank; 0 if it trains on a zero-weight batch.
-        total: samples of all ranks.
-        some_empty: whether any rank has no samples.
-    """
+    """This rank's part of one global batch: its samples, those of all ranks, and whether any rank has none."""
 
     num: float
     total: float
@@ -47,17 +41,14 @@ class Share:
 
 @dataclass(eq=False)
 class Pass:
-    """What one pass over a rank's batches has yielded so far.
-
-    Args:
-        shares: one entry per batch that nobody has taken the share of yet; the consumer takes them from the left.
-        positions: position of each batch with samples among all ranks' parts.
-        first_samples: place of the first sample of each batch in the order of all samples.
-    """
+    """What one pass over a rank's batches has yielded so far."""
 
     shares: deque[Share] = field(default_factory=deque[Share])
+    """Of the batches that nobody has taken the share of yet; the consumer takes them from the left."""
     positions: list[int] = field(default_factory=list[int])
+    """Of each batch with samples among all ranks' parts."""
     first_samples: list[int] = field(default_factory=list[int])
+    """Places of the first sample of each batch in the order of all samples."""
 
 
 class Passes:
@@ -75,26 +66,10 @@ class Passes:
         return self.latest if self._reader is None else self._read
 
     def read_by(self, reader: object) -> Pass:
-        """The pass that a loop reads: the one that had begun last when it took its first batch.
-
-        Args:
-            reader: the loop's iterator; another one for each pass, except for a shorter loader that begins anew.
-        """
+        """The pass that a loop reads by an iterator: the one that had begun last when it took its first batch."""
         if reader is not self._reader or not self._read.shares:
             self._reader, self._read = reader, self.latest
         return self._read
-
-
-class Cut(Protocol):
-    """Cuts a stream of units into global batches, one part per rank."""
-
-    def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
-        """Yield, for each global batch, one part per rank (an empty list for a rank without samples)."""
-        ...
-
-    def count(self, num_units: int, num_ranks: int) -> int:
-        """Number of global batches in `num_units` units."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +77,7 @@ class Deal:
     """Treats a unit as one rank's batch: `num_ranks` consecutive units make a global batch.
 
     Args:
-        spread: split the largest units of an incomplete last global batch, so that every rank has a part; otherwise
-            the last ranks have none, and units are never split.
+        spread: split the largest units of an incomplete last global batch, so that every rank has a part.
         smallest: minimum samples of a part that is split off; BatchNorm can't train on one.
     """
 
@@ -111,15 +85,14 @@ class Deal:
     smallest: int = 1
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
-        """See `Cut.parts`."""
+        """Yield, for each global batch, one part per rank (an empty list for a rank without samples)."""
         while group := list(islice(units, num_ranks)):
-            if len(group) < num_ranks:
-                group = _spread(group, num_ranks, self.smallest) if self.spread else group
-                group += [[]] * (num_ranks - len(group))
-            yield group
+            if self.spread and len(group) < num_ranks:
+                _spread(group, num_ranks, self.smallest)
+            yield group + [[]] * (num_ranks - len(group))
 
     def count(self, num_units: int, num_ranks: int) -> int:
-        """See `Cut.count`."""
+        """Number of global batches in `num_units` units."""
         return -(-num_units // num_ranks)
 
 
@@ -130,8 +103,8 @@ class Divide:
     Args:
         policy: computes sizes from the batch size and the number of ranks.
         changes: future policies, as (number of the first global batch, policy); see `change`.
-        smallest: minimum samples of a part that is not empty: 1, or 2 for BatchNorm, which can't train on one.
-        num_cut: number of global batches cut so far.
+        smallest: minimum samples of a part that is not empty: 1, or 2 for BatchNorm.
+        num_cut: global batches cut so far.
     """
 
     policy: Policy = field(default_factory=Even)
@@ -140,11 +113,7 @@ class Divide:
     num_cut: int = 0
 
     def change(self, policy: Policy, at: int) -> None:
-        """Use another policy from the global batch number `at` on, counted over all epochs.
-
-        Samplers run ahead of training if a loader has workers, so all ranks must agree on a batch that none of them has
-        cut yet.
-        """
+        """Use another policy from a global batch on, counted over all epochs, that no rank has cut yet."""
         assert at >= self.num_cut, f"global batch {at} is already cut ({self.num_cut} are)"
         self.changes.append((at, policy))
 
@@ -157,27 +126,28 @@ class Divide:
         return without_single_samples(sizes) if self.smallest > 1 else sizes
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
-        """See `Cut.parts`."""
+        """See `Deal.parts`."""
         for unit in units:
             ends = list(accumulate(self.sizes(len(unit), num_ranks)))
             yield [unit[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def count(self, num_units: int, num_ranks: int) -> int:
-        """See `Cut.count`."""
+        """See `Deal.count`."""
         return num_units
 
 
-def _spread(units: Sequence[Unit], num_ranks: int, smallest: int) -> list[Unit]:
+Cut: TypeAlias = Deal | Divide
+"""Cuts a stream of units into global batches, one part per rank."""
+
+
+def _spread(units: list[Unit], num_ranks: int, smallest: int) -> None:
     """Split the largest units, in place, until there is one per rank or none can be split."""
-    units = list(units)
     while len(units) < num_ranks:
-        largest = max(range(len(units)), key=lambda i: num_samples(units[i]))
-        if num_samples(units[largest]) < 2 * smallest:
-            break
-        unit = units[largest]
-        half = (len(unit) + 1) // 2
-        units[largest : largest + 1] = [unit[:half], unit[half:]]
-    return units
+        unit = max(units, key=num_samples)
+        if num_samples(unit) < 2 * smallest:
+            return
+        at, half = units.index(unit), (len(unit) + 1) // 2
+        units[at : at + 1] = [unit[:half], unit[half:]]
 
 
 def num_samples(unit: Unit) -> int:
@@ -194,9 +164,6 @@ class RankBatches(Sampler[Any]):
         cut: cuts units into global batches.
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks, so that all use the same order.
-
-    Attributes:
-        passes: what each pass has yielded.
     """
 
     units: Iterable[Unit]
@@ -244,10 +211,7 @@ class RankBatches(Sampler[Any]):
         return self.units.sampler  # pyright: ignore[reportAttributeAccessIssue]  # AttributeError where it has none
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the wrapped sampler, if it defines `set_epoch`.
-
-        Lightning calls it only if this object replaces a sampler; `set_epoch` of batch samplers is never called.
-        """
+        """Pass the epoch to the wrapped sampler, if it takes one; Lightning never tells batch samplers."""
         if callable(set_epoch := getattr(self.units, "set_epoch", None)):
             set_epoch(epoch)
 

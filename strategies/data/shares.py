@@ -1,6 +1,7 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -8,39 +9,45 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..batch.losses import WeighedLoss
+from ..batch.run_structures import steps_side_by_side
 from ..batch.tree import Path, at
 from ..core.errors import ConfigError
 from ..core.types import Batch
-from .combined import TRAINED, verify_side_by_side
 from .loaders import Source, source_of
-from .sampling import Share
+from .sampling import RankBatches, Share
+
+EVALUATED = (
+    "so their batches can't be evaluated side by side. Give them one batch size and drop_last=True, or pass them as a "
+    "list, which is read one after the other."
+)
+TRAINED = (
+    "so no weight of a rank's loss makes the step one device's. Give them batch sizes that divide alike and "
+    'drop_last=True, or return {"loss": loss, "loss_weight": n} with a loss that is a mean over n.'
+)
 
 
 class RankShares:
     """This rank's share of the current batch.
 
-    Args:
-        strategy: name that begins messages.
+    Attributes:
+        current: the share; None if all ranks have the same weight.
+        counts: whether this rank has samples of the batch.
+        is_part: whether other ranks may have samples of the batch, too.
+        weight: what turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it.
+        scale: what the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`.
+        weighed_losses: those for which the module returned a `loss_weight`; several if a closure ran again.
+        knows_parts: whether the first training batch was looked at.
     """
 
     def __init__(self, num_ranks: int, strategy: str) -> None:
+        self._num_ranks, self._strategy = num_ranks, strategy
         self.current: Share | None = None
-        """The share; None if all ranks have the same weight."""
-        self._num_ranks = num_ranks
-        self._strategy = strategy
-        self.counts = True
-        """Whether this rank has samples of the batch."""
-        self.is_part = True
-        """Whether other ranks may have samples of the batch, too."""
+        self.counts = self.is_part = True
         self.weight = 1.0
-        """What turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it."""
         self.scale: Tensor | float = 1.0
-        """What the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`."""
         self.weighed_losses: list[WeighedLoss] = []
-        """The losses of the batch for which the module returned a `loss_weight`; several if a closure ran again."""
-        self._parts: set[float] = set()
         self.knows_parts = False
-        """Whether the first training batch was looked at."""
+        self._parts: set[float] = set()
         self._rows_at: list[Path] = []
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
@@ -51,15 +58,7 @@ class RankShares:
         return None if self.current is None else self.current.num
 
     def begin_batch(self, combined: CombinedLoader | None, dataloader_idx: int, trains: bool = False) -> None:
-        """Take the shares of the batch that was fetched.
-
-        Args:
-            combined: the loaders that it was fetched from; None if ranks need not know its share.
-            dataloader_idx: the one that it was fetched from, if they are read one after the other.
-
-        Raises:
-            ConfigError: the batch has no share, since something else than the loop has read the loader.
-        """
+        """Take the share of the batch that was fetched from `combined` loaders; None if ranks need not know it."""
         self.weighed_losses.clear()
         loaders: Sequence[Any] = () if combined is None else combined._flattened
         if loaders is not self._loaders:
@@ -96,42 +95,28 @@ class RankShares:
         self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total
 
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
-        """Weight the loss by what the module returned as its `loss_weight`, in place of its samples.
-
-        Args:
-            own: the weight of this rank's loss.
-            total: the mean of the ranks' weights.
-            losses: see `WeighedLoss`.
-        """
+        """Weight the losses by `own`, their weight on this rank, in place of samples; `total` is the ranks' mean."""
         self.scale = torch.where(total > 0, own / total, 0.0)
         self.weighed_losses.append(WeighedLoss(losses, self.scale))
 
     def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
 
-        Args:
-            in_loop: whether the loop divides the sum of the ranks' gradients by the sum of all weights.
+        With accumulation the loop (`in_loop`) divides the sum of the ranks' gradients by that of all weights.
         """
         scale = float(self._num_ranks) if in_loop else self.scale
         if isinstance(scale, Tensor):
             return loss * scale.to(loss)
         return loss if scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
-    def begin_training(self) -> None:
-        """Look at the training loaders again, which may be other ones."""
-        self.knows_parts = False
-
     def verify_parts(self, loop: Any, batch: Batch, with_rows: Callable[[], Sequence[Path]] = tuple) -> None:
-        """Refuse training loaders of which this rank has unequal parts, in any step where that can be known.
+        """Refuse training loaders of which this rank has unequal parts, and a batch with other rows than its share.
 
         Args:
-            loop: of the training.
-            batch: this rank's, which must have the samples of its share.
             with_rows: returns which tensors of a batch are known to have one row per sample; asked at the first batch.
 
         Raises:
-            ConfigError: the parts differ, or the batch has other samples than its share, so that no weight of this
-                rank's loss is right.
+            ConfigError: no weight of this rank's loss is right.
         """
         if not self.knows_parts:
             verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
@@ -163,3 +148,23 @@ def _num_rows(batch: Batch, place: Path) -> int | None:
         return at(batch, place).shape[0]
     except (KeyError, IndexError, AttributeError):  # a batch of another structure
         return None
+
+
+def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most: float = inf) -> None:
+    """Refuse loaders of which a rank has unequal parts in one of the steps, `most` of them.
+
+    In evaluation a rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no
+    longer belong together, and those at the end are lost. In training a rank's loss has one weight only.
+    """
+    read: Sequence[Any] = combined.flattened if isinstance(combined, CombinedLoader) else ()
+    batches = [source for loader in read if isinstance(source := source_of(loader), RankBatches)]
+    parts = [("", sizes) for one in batches if (sizes := one.part_sizes()) is not None]
+    for step, now in steps_side_by_side(combined, parts, most):
+        first = now[0][1]
+        for _, sizes in now:
+            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
+                raise ConfigError(
+                    f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts "
+                    f"in step {step}: {' + '.join(map(str, first))} samples of one loader and "
+                    f"{' + '.join(map(str, sizes))} of another, {why}"
+                )

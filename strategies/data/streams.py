@@ -54,10 +54,6 @@ class Lockstep(Stream):
 
     A rank with an exhausted stream repeats its last batch with weight zero. This takes one all-reduce of two numbers
     per batch, which overlaps with the previous step.
-
-    Args:
-        loader: this rank's stream.
-        sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
     """
 
     num_ranks: int
@@ -98,8 +94,7 @@ class Divided(Stream):
     `batch_size_is=per_device`.
 
     Args:
-        joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
-        agree: returns rank 0's random state on all ranks.
+        joins, agree: see `RankBatches`.
     """
 
     divide: Divide

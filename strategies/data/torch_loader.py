@@ -12,14 +12,10 @@ _NEXT = _BaseDataLoaderIter.__next__
 
 
 def next_of(iterator: Iterator[Any]) -> Callable[[], Batch]:
-    """Choose how to read the next batch of an iterator.
+    """Return what does what `next(iterator)` does.
 
-    Args:
-        iterator: any; a DataLoader's is read past the wrapper of its `__next__`, unless that is patched, a profiler
-            runs, or the length of its dataset is unknown, so that torch counts what it yields.
-
-    Returns:
-        A function that does what `next(iterator)` does.
+    A DataLoader's is read past the wrapper of its `__next__`, unless that is patched, a profiler runs, or the length of
+    its dataset is unknown, so that torch counts what it yields.
     """
     own: Any = iterator
     recorded: Callable[[], Batch] = own.__next__

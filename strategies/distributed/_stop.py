@@ -3,18 +3,16 @@
     rank 0   ── step 7 ── ● armed ── step 8 ── all are armed: "stop at 10" ── step 9 ── ■ 10
     rank 1   ── step 7 ── step 8 ── ● armed ── step 9 ────────────────────────────────── ■ 10
 
-A thread receives the request and arms its rank. From then on the rank checks the store between optimizer steps. When
-all ranks are armed, rank 0 announces the step to stop at, before it starts the step before that one. No rank can pass
-it unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
+A thread receives the request and arms its rank, which from then on checks the store between optimizer steps. When all
+ranks are armed, rank 0 announces the step to stop at, before it starts the step before that one. No rank can pass it
+unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
 
 A validation is such a stretch of steps too, its batches. Ranks may have unequal numbers of them and nothing in common
 until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
 
-A loop also ends where `trainer.should_stop` is set: by the same values on all ranks, which then end there, as one
-device does, or by one rank's own. The rank that finds it set says so, and waits until every rank has said the same
-there or has gone on. If one has gone on, all end later, at a step that rank 0 announces as after a signal.
-
-The rest of an epoch is skipped where `on_train_batch_start` returns -1 on all ranks, and refused where one goes on.
+Ranks vote on what each may find by itself: to end where `trainer.should_stop` is set, and to skip the rest of an epoch
+where `on_train_batch_start` returns -1. If all do so at one place, it happens there, as on one device. If some go on,
+all end later, at a step that rank 0 announces as after a signal; to skip is refused.
 """
 
 import signal
@@ -34,11 +32,55 @@ REQUEST = "stop/requested"
 TRAINING = "training"
 """The stretch of all optimizer steps."""
 
-ENDING = "ending"
-"""What wishes of ranks to end training are called in the store."""
 
-SKIPPING = "skipping"
-"""What wishes of ranks to skip the rest of an epoch are called in the store."""
+class Vote:
+    """Whether all ranks wish the same at one of the places that all pass in the same order.
+
+    Attributes:
+        key: what the next vote is called in the store.
+        num_passed: places that this rank has passed.
+    """
+
+    def __init__(self, name: str, rank: int, num_ranks: int, store: Store, timeout_s: float) -> None:
+        self._name, self._rank, self._num_ranks, self._store = name, rank, num_ranks, store
+        self._timeout_s = timeout_s
+        self.key, self.num_passed, self._number = f"{name}/0", 0, 0
+
+    def answer(self, store: Store) -> None:
+        """Tell ranks that wait in a vote which place this one has passed; called regularly by a thread."""
+        key, passed = self.key, self.num_passed
+        if store.check([key]):
+            store.set(f"{key}/passed/{self._rank}", str(passed))
+
+    def wish(self, what: str) -> str:
+        """Wish something at the place to come, and wait until each rank has wished it there, or has passed the place.
+
+        Returns:
+            The ranks that have not wished it; without any the vote is carried.
+
+        Raises:
+            RankError: a rank did not come in time.
+        """
+        key, here, ranks = self.key, self.num_passed + 1, range(self._num_ranks)
+        self._store.set(f"{key}/wished/{self._rank}", str(here))
+        self._store.set(key, "")
+        self._store.set(NEWS, "")
+
+        def place(which: str, rank: int) -> int:
+            found = f"{key}/{which}/{rank}"
+            return int(self._store.get(found)) if self._store.check([found]) else 0
+
+        def missing() -> str:
+            return ", ".join(str(rank) for rank in ranks if max(place("passed", rank), place("wished", rank)) < here)
+
+        if not poll(lambda: not missing(), self._timeout_s):
+            raise RankError(f"rank {self._rank} {what} and waited {self._timeout_s:g} s for rank {missing()}.")
+        return ", ".join(str(rank) for rank in ranks if place("wished", rank) != here)
+
+    def carried(self) -> None:
+        """Begin the next vote."""
+        self._number += 1
+        self.key = f"{self._name}/{self._number}"
 
 
 class StopAgreement:
@@ -54,27 +96,21 @@ class StopAgreement:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `agreed` when it is set.
         stopped_by: the signal by which all ranks have agreed to stop, if any.
-        num_passed: places at which this rank could have ended training, and has gone on.
-        num_begun: batches at whose start this rank could have skipped the rest of the epoch, and has gone on.
+        ending: the vote to end training; its places are those at which a loop could end.
+        skipping: the vote to skip the rest of an epoch; its places are the starts of batches.
     """
 
     def __init__(
         self, rank: int, num_ranks: int, store: Store, timeout_s: float = 1800.0, devices: Sequence[torch.device] = ()
     ) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.store = store
-        self.timeout_s = timeout_s
+        self.rank, self.num_ranks, self.store, self.timeout_s = rank, num_ranks, store, timeout_s
         self._devices = [device for device in devices if is_accelerator(device)]
-        self.armed = False
+        self.armed = self._told = False
         self.signal: int | None = None
         self.stopped_by: int | None = None
-        self._told = False
         self._stops_at: dict[str, int | None] = {}
-        self.num_passed = 0
-        self._num_ended = 0  # times that all ranks have ended; a hook may have them go on
-        self._ends_later = -1  # the number of the end that is to come
-        self.num_begun = self._num_skipped = 0
+        self.ending, self.skipping = (Vote(name, rank, num_ranks, store, timeout_s) for name in ("ending", "skipping"))
+        self._ends_later = ""  # the vote to end on which ranks have disagreed
 
     def request(self, signum: int) -> None:
         """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
@@ -95,18 +131,16 @@ class StopAgreement:
         elif not self.armed and store.check([REQUEST]):
             self.signal = int(store.get(REQUEST))
             self.armed = True
-        number = self._num_ended
-        wishes = {f"{ENDING}/{number}": self.num_passed, f"{SKIPPING}/{self._num_skipped}": self.num_begun}
-        for name, passed in wishes.items():
-            if store.check([name]):
-                store.set(f"{name}/passed/{self.rank}", str(passed))
-        if store.check([f"{ENDING}/{number}/later"]):
-            self._ends_later = number
+        key = self.ending.key
+        self.ending.answer(store)
+        self.skipping.answer(store)
+        if store.check([f"{key}/later"]):
+            self._ends_later = key
 
     @property
     def is_ending(self) -> bool:
         """Whether a rank has wished to end training where others went on, so that all end soon."""
-        return self._ends_later == self._num_ended
+        return self._ends_later == self.ending.key
 
     def ends(self, wished: bool, step: int, at_once: bool = False) -> bool:
         """Whether training ends here; the answer is the same on all ranks at the same place.
@@ -116,35 +150,19 @@ class StopAgreement:
             step: as in `due`.
             at_once: ranks may wait for each other here, so that all end if one is to; else all do if all are to.
         """
+        vote = self.ending
         if at_once:
-            if ends := any(gather_objects(wished or self.is_ending)):
-                self.have_ended()
-            else:
-                self.num_passed += 1
-            return ends
-        name = f"{ENDING}/{self._num_ended}"
-        if wished and not self.is_ending:
-            missing, going = self._wish(name, self.num_passed + 1)
-            if missing:
-                raise RankError(
-                    f"rank {self.rank} is to end training (trainer.should_stop) and waited {self.timeout_s:g} s for "
-                    f"rank {missing}."
-                )
-            if not going:
-                self.have_ended()
-                return True
-            self.store.set(f"{name}/later", "")
-            self._ends_later = self._num_ended
-        self.num_passed += 1
-        if self.is_ending and self.due(step, name):
-            self.have_ended()
-            return True
-        return False
-
-    def have_ended(self) -> None:
-        """Learn that all ranks end training here."""
-        self.num_passed += 1
-        self._num_ended += 1
+            ends = any(gather_objects(wished or self.is_ending))
+        else:
+            ends = wished and not self.is_ending and not vote.wish("is to end training (trainer.should_stop)")
+            if wished and not (ends or self.is_ending):
+                self.store.set(f"{vote.key}/later", "")
+                self._ends_later = vote.key
+        vote.num_passed += 1
+        ends = ends or (not at_once and self.is_ending and self.due(step, vote.key))
+        if ends:
+            vote.carried()
+        return ends
 
     def skip(self, where: str) -> None:
         """Learn that all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
@@ -152,36 +170,12 @@ class StopAgreement:
         Raises:
             RankError: another rank goes on with this batch, or did not come in time.
         """
-        missing, going = self._wish(f"{SKIPPING}/{self._num_skipped}", self.num_begun + 1)
-        if missing:
-            raise RankError(f"rank {self.rank}: on_train_batch_start returned -1 {where}, rank {missing} did not come.")
-        if going:
+        if going := self.skipping.wish(what := f"returned -1 from on_train_batch_start {where}"):
             raise RankError(
-                f"rank {self.rank}: on_train_batch_start returned -1 {where}, but not on rank {going}, which waits "
-                "for its gradients. Return -1 on all ranks, or set self.trainer.should_stop, on which ranks agree."
+                f"rank {self.rank} {what}, but not on rank {going}, which waits for its gradients. Return -1 on all "
+                "ranks, or set self.trainer.should_stop, on which ranks agree."
             )
-        self._num_skipped += 1
-
-    def _wish(self, name: str, here: int) -> tuple[str, str]:
-        """Say what this rank wishes at a place, and wait until each rank has wished it, or has passed the place.
-
-        Returns:
-            The ranks that have not come in time, and those that have not wished it here.
-        """
-        self.store.set(f"{name}/wished/{self.rank}", str(here))
-        self.store.set(name, "")
-        self.store.set(NEWS, "")
-
-        def place(what: str, rank: int) -> int:
-            key = f"{name}/{what}/{rank}"
-            return int(self.store.get(key)) if self.store.check([key]) else 0
-
-        def missing() -> list[int]:
-            return [rank for rank in range(self.num_ranks) if max(place("passed", rank), place("wished", rank)) < here]
-
-        poll(lambda: not missing(), self.timeout_s)
-        going = [rank for rank in range(self.num_ranks) if place("wished", rank) != here]
-        return ", ".join(map(str, missing())), ", ".join(map(str, going))
+        self.skipping.carried()
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to; called before every micro-batch.

@@ -12,14 +12,11 @@ SMALL_BYTES = 2**12
 
 
 def backend_for(backend: str | None, device: torch.device) -> str:
-    """Choose the communication backend of a device, which can always send CPU tensors, too.
+    """Choose the communication backend of a device, with gloo beside it for CPU tensors: `cpu:gloo,cuda:nccl`.
 
     Args:
         backend: what the user asked for; None for the one that torch has for the type of device.
         device: the process's root device.
-
-    Returns:
-        What was asked for, with gloo beside it where that can't send CPU tensors: `cpu:gloo,cuda:nccl`.
     """
     if backend is None:
         backend = dist.get_default_backend_for_device(device)
@@ -59,16 +56,9 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
 
 
 def gather_rows(own: Tensor, group: Any = None) -> Tensor:
-    """Gather small tensors of one shape from all ranks.
+    """Gather small tensors of shape (n,) from all ranks to one of shape (ranks, n), in order of rank.
 
     Never by a sum, which would meet the gradients' where ranks disagree on what they do.
-
-    Args:
-        own: this rank's, of shape (n,).
-        group: the process group; None for that of all ranks.
-
-    Returns:
-        The tensors of all ranks, of shape (ranks, n), in order of rank.
     """
     rows = own.new_empty(dist.get_world_size(group), len(own))
     if not own.is_cpu:
@@ -82,11 +72,7 @@ def gather_rows(own: Tensor, group: Any = None) -> Tensor:
 
 
 def broadcast_object(value: Any, src: int = 0) -> Any:
-    """Send the value of rank `src` to all ranks; anything that can be pickled.
-
-    Returns:
-        The value; on rank `src` the object itself.
-    """
+    """Send the value of rank `src` to all ranks; anything that can be pickled."""
     values = [value]
     dist.broadcast_object_list(values, src, device=_device_of(None))
     return value if dist.get_rank() == src else values[0]

@@ -34,13 +34,7 @@ def reducer_options() -> dict[str, Any]:
 
 
 def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Verify the names and values of options.
-
-    Args:
-        strategy: name that begins messages.
-
-    Returns:
-        The options, without those that are None.
+    """Verify the names and values of options, and return them without those that are None.
 
     Raises:
         ConfigError: an option is unknown to torch, its value is invalid, or two options exclude each other.
@@ -64,32 +58,19 @@ def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> Non
 
     Args:
         cut_by: the option that cuts a process's batch, as `name=value`, if it is cut.
-        strategy: name that begins messages.
 
     Raises:
         ConfigError: a batch is cut, or the module runs the backward passes.
     """
-    if cut_by:
-        raise ConfigError(
-            f"{strategy}: static_graph=true needs one backward pass per step, but with {cut_by} each part of a batch "
-            f"has one. Set static_graph=false, or {cut_by.partition('=')[0]}=1."
-        )
+    why = f"needs one backward pass per step, but with {cut_by} each part of a batch has one" if cut_by else ""
     if not module.automatic_optimization:
-        raise ConfigError(
-            f"{strategy}: static_graph=true can't be recorded in manual optimization: the module runs the backward "
-            "passes. Set static_graph=false, or automatic_optimization=True."
-        )
+        why = why or "can't be recorded in manual optimization: the module runs the backward passes"
+    if why:
+        raise ConfigError(f"{strategy}: static_graph=true {why}. Set static_graph=false.")
 
 
 def verify_backend(backend: str | None) -> None:
-    """Verify that torch was built with a communication backend.
-
-    Args:
-        backend: its name, or one per device type in torch's syntax (`cpu:gloo,cuda:nccl`).
-
-    Raises:
-        ConfigError: the backend is unknown or unavailable.
-    """
+    """Refuse a communication backend, or one of several (`cpu:gloo,cuda:nccl`), that torch was not built with."""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     there = [name for name in known if dist.is_backend_available(name)]
     for part in backend.split(",") if backend else []:
@@ -108,8 +89,8 @@ def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, T
     """Rewrite torch's error about parameters without gradients: name them and the override that fixes it.
 
     Args:
-        exc: the error; any other error is left as is.
-        parameters: names and parameters that the wrapper reduces, in the wrapper's order.
+        exc: the error; any other is left as it is.
+        parameters: those that the wrapper reduces, in its order.
     """
     text = str(exc)
     if "Expected to have finished reduction in the prior iteration" not in text:
@@ -125,11 +106,7 @@ def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, T
 
 
 def compression_hook(compression: Compression | None) -> Callable[[], tuple[Any, Any]] | None:
-    """Choose the communication hook of a compression.
-
-    Returns:
-        A function that returns the hook's state and the hook; None without compression.
-    """
+    """Choose what returns the state and the communication hook of a compression; None without."""
     if compression is None:
         return None
     if compression == "powersgd":

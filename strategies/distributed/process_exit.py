@@ -12,24 +12,18 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
-from functools import cache
-from numbers import Number
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
 from lightning_fabric.accelerators import XLAAccelerator
-from lightning_fabric.utilities import registry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
-from torchmetrics import Metric
 
 from ..core.internals import clear_compile_rules
-from ..core.patching import replaced
 from ._store_watch import RANK_FAILED
 from .store import leave_store
 
@@ -37,21 +31,14 @@ PR_SET_PDEATHSIG = 1
 _OMP_PAUSE_HARD = 2
 
 FORKED_GRACE_S = 300.0
-"""Most seconds from SIGTERM to the end of a process started by a strategy: time to reach the next step and write a
-large checkpoint. The strategy's `timeout_s` may allow fewer. If another of the processes has failed or was killed,
-their parent waits only a second longer than `LAST_WORDS_S`."""
+"""Most seconds from SIGTERM to the end of a process started by a strategy: time to write a large checkpoint."""
 
 LAST_WORDS_S = 2.0
-"""Seconds that a process has to stop after a rank has failed, when there is no step to agree on: time to name it, which
-takes one second, and to write logs to disk."""
+"""Seconds that a process has to stop after a rank has failed: time to name it, which takes one, and to write logs."""
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel (Linux) to end this process when its parent does, so that it does not outlive a killed parent.
-
-    Args:
-        parent: the parent's process id, if known; this process ends at once if the parent is gone already.
-    """
+    """Ask the kernel (Linux) to end this process with its parent; at once if that, of a known id, is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
@@ -64,16 +51,16 @@ def die_with_starter(by_kernel: bool = True) -> None:
     Args:
         by_kernel: whether that process has started it from its main thread; the kernel ends it with the thread.
     """
-    starter = multiprocessing.parent_process()
+    starter: Any = multiprocessing.parent_process()
+
+    def die_with_it() -> None:
+        starter.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if by_kernel and multiprocessing.current_process().__class__.__name__ != "ForkServerProcess":
         die_with_parent(starter and starter.pid)
     else:  # the kernel takes it for a child of the fork server
-        threading.Thread(target=_die_with, args=(starter,), name="evener-parent", daemon=True).start()
-
-
-def _die_with(starter: Any) -> None:
-    starter.join()
-    os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=die_with_it, name="evener-parent", daemon=True).start()
 
 
 ASK_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -122,7 +109,7 @@ def leave_in_time(grace_s: float, requests: Collection[int] = ASK_TO_STOP) -> No
     """Kill this process if it does not end within some seconds of being asked to stop.
 
     A thread receives the signal even while the main thread waits for a rank that never answers, where no Python signal
-    handler runs. torch's agent, and its launcher of plain scripts, would wait half a minute after a failure.
+    handler runs.
 
     Args:
         grace_s: seconds from a signal that asks to stop to the end; fewer if another rank has failed.
@@ -131,23 +118,20 @@ def leave_in_time(grace_s: float, requests: Collection[int] = ASK_TO_STOP) -> No
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=_kill_late, args=(read_end, grace_s, requests), name="evener-leave", daemon=True).start()
 
+    def kill_late() -> None:
+        while os.read(read_end, 1)[0] not in requests:
+            continue
+        deadline = time.monotonic() + grace_s
+        if RANK_FAILED.wait(grace_s):
+            time.sleep(max(0.0, min(LAST_WORDS_S, deadline - time.monotonic())))
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _kill_late(read_end: int, grace_s: float, requests: Collection[int]) -> None:
-    while os.read(read_end, 1)[0] not in requests:
-        continue
-    deadline = time.monotonic() + grace_s
-    if RANK_FAILED.wait(grace_s):
-        time.sleep(max(0.0, min(LAST_WORDS_S, deadline - time.monotonic())))
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=kill_late, name="evener-leave", daemon=True).start()
 
 
 def leave_group() -> None:
-    """End torch's process group and its threads, unless a rank has failed, because they would wait for it.
-
-    The store is left last: NCCL's threads use it until their group has ended.
-    """
+    """End torch's process group, unless a rank has failed, for which it would wait, and then leave its store."""
     if dist.is_initialized() and not RANK_FAILED.is_set():
         dist.destroy_process_group()
         gc.collect()  # modules hold the group in reference cycles, and its threads end with the last reference
@@ -165,8 +149,7 @@ def nccl() -> Any:
 def end_process(status: int) -> NoReturn:
     """End this process as `multiprocessing` does: flush everything, but do not finalize the interpreter.
 
-    torch's threads (of gloo, the store, autograd) still run at that point, and occasionally one of them would abort a
-    process that has finished its work.
+    torch's threads (of gloo, the store, autograd) still run then, and one of them would occasionally abort it.
     """
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for non-daemon threads
@@ -191,8 +174,6 @@ def freeze_for_good() -> None:
     _is_frozen_for_good = True
 
 
-_KINDS_OF_VALUES = Iterable, Mapping, Number, Sequence
-
 _openmp_released = False
 """Whether the process from which this one was forked had released its threads of OpenMP."""
 
@@ -202,36 +183,24 @@ def forking() -> Generator[None]:
     """Fork processes inside the block that share the memory of this one, and don't wait for its threads.
 
     A garbage collection writes to every object, so that each process would copy all memory that it shares with this
-    one: what exists now is kept out of collections, in forked processes for good. What each would look up in the files
-    of installed packages, such as Lightning's trainer the callbacks to add, is looked up here.
+    one: what exists now is kept out of collections, in forked processes for good.
     """
     release_openmp()
     _do_first_time()
-    entry_points = cache(registry.entry_points)
-    entry_points(group="pytorch_lightning.callbacks_factory")
     others = _is_frozen_for_good or gc.get_freeze_count()  # kept out by whoever called: only all can be given back
     gc.freeze()
     try:
-        with replaced(registry, "entry_points", entry_points):
-            yield
+        yield
     finally:
         if not others:
             gc.unfreeze()
 
 
 def _do_first_time() -> None:
-    """Do here what takes longer the first time, and what each rank would do for a first time.
-
-    To log a value asks of twenty classes whether any of torchmetrics' is their base, and what takes batches or sizes
-    apart asks whether values are mappings or sequences; abstract classes keep the answers. To read a tensor or to open
-    a path imports modules, and so do Lightning's strategy and a record for the profiler. To make a group clears
-    torch.compile's rules.
-    """
+    """Do here what imports modules when each rank does it for a first time: log, read a tensor, open a path."""
     value = torch.zeros((), device="cpu")
     results: Any = _ResultCollection(training=True)
     results.log("", "", value)
-    _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]
-    _ = [issubclass(kind, base) for kind in (int, list, tuple, torch.Tensor) for base in _KINDS_OF_VALUES]
     XLAAccelerator.is_available()
     clear_compile_rules()
     with torch.profiler.record_function(""):
@@ -242,10 +211,9 @@ def _do_first_time() -> None:
 
 
 def release_openmp() -> None:
-    """Release this thread's pool of OpenMP threads before a fork; it is made anew when it is needed again.
+    """Release this thread's pool of OpenMP threads before a fork, which does not copy them: nobody waits for them then.
 
-    Threads are not copied by a fork: a process whose parent has used them would wait for them for ever. Where OpenMP
-    has no such function (before version 5.0), `prepare_forked` leaves a process one thread.
+    It is made anew when it is needed. Where OpenMP can't (before version 5.0), a forked process has one thread.
     """
     global _openmp_released
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
@@ -267,11 +235,7 @@ def kill_frozen(pids: Iterable[int]) -> None:
 
 
 def prepare_forked(timeout_s: float) -> None:
-    """Set up a process that was started by a strategy; called first in it.
-
-    Args:
-        timeout_s: the strategy's limit for waits.
-    """
+    """Set up a process that was started by a strategy, whose limit for waits is `timeout_s`; called first in it."""
     if multiprocessing.parent_process() is None:
         return
     die_with_starter()

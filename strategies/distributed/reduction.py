@@ -28,12 +28,7 @@ _COMBINED: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-    """Reduce a tensor over the ranks, in place.
-
-    Args:
-        tensor: of one shape and type on all ranks.
-        group: the process group; None for that of all ranks.
-    """
+    """Reduce a tensor, of one shape and type on all ranks, in place."""
     combined = _COMBINED.get(op) if are_small([tensor], group) else None
     if combined is None:
         dist.all_reduce(tensor, op=op, group=group)

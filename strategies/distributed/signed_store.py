@@ -29,11 +29,9 @@ SECRET = "EVENER_SECRET"
 
 
 def signed(store: Store, scope: str, attempt: str = "") -> Store:
-    """Sign what is written to a store, and verify what is read, if there is a secret.
+    """Sign what is written to a store for a part of the run and a start of its ranks, and verify what is read.
 
-    Args:
-        scope: the part of the run that it serves, so that values of another part don't count.
-        attempt: the start of the ranks that it serves; values of an earlier one don't count. Empty: all.
+    Without a secret it is the store itself.
     """
     secret = os.environ.get(SECRET, "")
     return cast("Store", SignedStore(store, f"{attempt}\0{scope}\0{secret}".encode())) if secret else store
@@ -50,11 +48,7 @@ def _proof(rank: int) -> str:
 
 
 def secret_check(store: Store, rank: int, others: Iterable[int]) -> Callable[[], None]:
-    """Return what verifies what ranks have announced, as they come; it is called while this rank waits for them.
-
-    Raises:
-        ConfigError: one has another secret than this rank, or one of both has none.
-    """
+    """Return what verifies what ranks have announced, as they come; it raises a ConfigError where secrets differ."""
     left = list(others)
 
     def verify() -> None:
@@ -73,11 +67,7 @@ def secret_check(store: Store, rank: int, others: Iterable[int]) -> Callable[[],
 
 
 class SignedStore:
-    """The part of `torch.distributed.Store` that ranks use among themselves; each connection is a writer of its own.
-
-    Args:
-        store: where values are.
-    """
+    """The part of `torch.distributed.Store` that ranks use among themselves; each connection is a writer of its own."""
 
     def __init__(self, store: Any, key: bytes) -> None:
         self._store = store
@@ -106,11 +96,7 @@ class SignedStore:
         self._store.set(key, self._signature(key, signed) + signed)
 
     def get(self, key: str) -> bytes:
-        """Read a value, waiting for it as the store does.
-
-        Raises:
-            RuntimeError: the value was not written by a rank of this run.
-        """
+        """Read a value, waiting for it as the store does; a RuntimeError if no rank of this run has written it."""
         value = self._read(key)
         if value is None:
             raise RuntimeError(f"The store's {key} was not written with this run's {SECRET}; it is not believed.")

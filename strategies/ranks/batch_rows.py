@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class BatchRows(Ranks):
-    """This rank's part of the batches of a run.
-
-    Args:
-        strategy: knows the shares, and in which stage its trainer is.
-    """
+    """This rank's part of the batches of a run."""
 
     def __init__(self, strategy: "RankStrategy") -> None:
         self._strategy = strategy
@@ -34,11 +30,7 @@ class BatchRows(Ranks):
 
     @override
     def is_part(self) -> bool:
-        """Whether other ranks may have samples of the batch, too.
-
-        Raises:
-            ConfigError: some ranks have none of a batch that is evaluated, and don't run its step.
-        """
+        """Whether other ranks may have samples of the batch, too; refuse a step of evaluation that only some run."""
         strategy = self._strategy
         stage, share = strategy.trainer.state.stage, strategy.contract.shares.current
         if strategy.world_size == 1 or stage in (RunningStage.PREDICTING, None):
@@ -65,11 +57,7 @@ class BatchRows(Ranks):
 
     @override
     def gather(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Gather tensors of any types and numbers of rows, as bytes.
-
-        Raises:
-            ConfigError: ranks have given other tensors, or rows of other shapes.
-        """
+        """Gather tensors of any types and numbers of rows, as bytes; refuse rows of other shapes than other ranks'."""
         everyones = gather_objects([(tuple(own.shape), str(own.dtype)) for own in rows])
         if len({tuple((shape[1:], dtype) for shape, dtype in theirs) for theirs in everyones}) > 1:
             told = "; ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))

@@ -17,11 +17,7 @@ from ..core.patching import Replacement, replaced
 
 
 class Deciders:
-    """Gives callbacks and schedulers what all ranks have agreed on, until `end`.
-
-    Args:
-        agree: returns the global batch's number, or tensor, of this rank's; all ranks call it.
-    """
+    """Gives callbacks and schedulers what all ranks `agree` on, until `end`."""
 
     def __init__(self, agree: Callable[[Any], Any]) -> None:
         self._agree, self._replaced = agree, ExitStack()

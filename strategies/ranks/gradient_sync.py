@@ -1,5 +1,8 @@
 """Make the gradients of all ranks those of the global batch. A step knows nothing else of other ranks' gradients.
 
+torch's wrapper reduces the parameters that required gradients when it was created. One unfrozen later would be trained
+by each rank separately, and the wrapper would wait for one frozen later.
+
 gradient sync   every rank holds              where
 GradientSync    the whole module              here
 ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
@@ -8,23 +11,27 @@ WholeBatch      the whole module and batch    strategies/ranks/global_view
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..batch.whole.gathering import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
+from ..core.patching import replaced
 from ..data.loaders import RankLoaders
 from ..distributed.options import name_unused_parameters
 from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
-from ..distributed.wrapper import ReducedParameters, forward_through, unwrap, verify_reduced
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
+
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 class GradientSync:
@@ -32,19 +39,18 @@ class GradientSync:
 
     Args:
         hook: makes the state and the function of a communication hook.
+
+    Attributes:
+        evaluates_together: whether a rank without samples runs evaluation steps, too, because the others' need it.
+        changes_evaluation: whether there is something to do around a step of evaluation.
+        changes_update: whether there is something to do around an optimizer's step.
+        seen_ranks: the ranks that a run sees, where they are not those that train together.
+        loaders_of: makes what makes a rank's loaders.
     """
 
-    evaluates_together = False
-    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
-
-    changes_evaluation = False
-    """Whether there is something to do around a step of evaluation."""
-
-    changes_update = False
-    """Whether there is something to do around an optimizer's step."""
-
+    evaluates_together = changes_evaluation = changes_update = False
     seen_ranks: SimulatedRanks | None = None
-    """The ranks that a run sees, where they are not those that train together."""
+    loaders_of: Callable[..., RankLoaders] = RankLoaders
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
         self._strategy = strategy
@@ -53,9 +59,6 @@ class GradientSync:
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
         self._is_new = False
-
-    loaders_of: Callable[..., RankLoaders] = RankLoaders
-    """Makes what makes a rank's loaders."""
 
     def begin_streams(self) -> None:
         """Learn that random numbers are about to be drawn; each rank has its own."""
@@ -66,11 +69,7 @@ class GradientSync:
         return model if isinstance(model, DistributedDataParallel) else None
 
     def wrap(self, wrap: Callable[[], None]) -> None:
-        """Wrap the module, as `wrap` does.
-
-        Raises:
-            ConfigError: it has no gradients, or not those that the other ranks' modules have.
-        """
+        """Wrap the module, as `wrap` does; refuse one that has no gradients, or not those of the other ranks'."""
         strategy = self._strategy
         module = strategy.model
         assert module is not None
@@ -99,9 +98,10 @@ class GradientSync:
 
     def wrap_again(self) -> None:
         """Wrap the parameters as they are now, and where they are."""
-        wrapper = self._wrapper
+        wrapper: Any = self._wrapper
         if wrapper is not None:
-            self._strategy.model = unwrap(wrapper)
+            wrapper.reducer = wrapper.logger = None  # they keep hooks on the parameters as long as they exist
+            self._strategy.model = wrapper.module
             self._strategy.configure_ddp()
 
     def begin_batch(self) -> None:
@@ -139,29 +139,18 @@ class GradientSync:
         return step()
 
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
-        """Accumulate gradients inside the block without reducing them, where nobody sees the difference.
+        """Accumulate gradients inside the block without reducing them, unless `on_after_backward` has `seen` them.
 
-        `on_after_backward` sees the gradients of all ranks, and may change them. The wrapper records a static graph in
-        its first backward pass, and fails if that does not reduce. Averaging a part of the accumulated gradients
-        earlier does not change the average of their sum.
-
-        Args:
-            seen: whether `on_after_backward` is defined.
+        A static graph is recorded in the wrapper's first backward pass, which must reduce. To average some of the
+        accumulated gradients earlier does not change the average of their sum.
         """
         wrapper = self._wrapper
-        if seen or wrapper is None:
-            return nullcontext()
-        if wrapper.static_graph and self._recorded is not wrapper:
-            self._recorded = wrapper
-            return nullcontext()
-        return wrapper.no_sync()
+        records = wrapper is not None and wrapper.static_graph and self._recorded is not wrapper
+        self._recorded = wrapper if records and not seen else self._recorded
+        return nullcontext() if seen or wrapper is None or records else wrapper.no_sync()
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Learn that a weighted loss goes backward.
-
-        Raises:
-            ConfigError: `training_step` unfroze a parameter, too late to be reduced in this step.
-        """
+        """Learn that a weighted loss goes backward; refuse parameters that `training_step` unfroze, too late for it."""
         strategy, trained = self._strategy, self._trained
         if trained is None:
             return
@@ -177,19 +166,16 @@ class GradientSync:
     def finish_backward(self) -> None:
         """Complete the gradients after a backward pass."""
         wrapper = self._strategy._model
-        is_wrapped = isinstance(wrapper, DistributedDataParallel)
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
-        if is_wrapped:
-            verify_reduced(wrapper)
+        if isinstance(wrapper, DistributedDataParallel):
+            if wrapper.require_backward_grad_sync:  # what the next forward begins with, an error of unused parameters
+                wrapper.reducer._rebuild_buckets()
             if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
                 self._separate_from_buckets()
 
     def _separate_from_buckets(self) -> None:
-        """Give parameters tensors of their own for gradients that are views of the wrapper's buckets.
-
-        The wrapper keeps its views: what a hook writes by `p.grad.data = ...` would take them out of the buckets.
-        """
+        """Give parameters own tensors for views of buckets, which a hook's `p.grad.data = ...` would leave there."""
         assert self._trained is not None
         for _, parameter in self._trained.reduced:
             if parameter.grad is not None:
@@ -216,3 +202,50 @@ class GradientSync:
         """End the run inside the block."""
         self._trained = None
         return nullcontext()
+
+
+def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a step of a LightningModule in the place of its wrapped forward; the step itself may call that."""
+    args, kwargs = wrapper._pre_forward(*args, **kwargs)
+    if wrapper.mixed_precision is not None:
+        wrapper._root_copy_hook()  # a hook of the module's forward
+    with wrapper._inside_ddp_forward():
+        output = step(*args, **kwargs)
+    module: Any = wrapper.module
+    if module.automatic_optimization:
+        return wrapper._post_forward(output)
+    with replaced(wrapper, "require_backward_grad_sync", False):  # each `manual_backward` prepares a reduction
+        return wrapper._post_forward(output)
+
+
+class ReducedParameters:
+    """Records the parameters of a module at the time it was wrapped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._others = [parameter for parameter in self._parameters if not parameter.requires_grad]
+        self._num_optimized: list[int] = []
+        self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        """Names and parameters that are reduced, in the wrapper's order."""
+
+    def changed(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
+        return not all(map(_IS_TRAINED, self._trained)) or self.unfrozen() or self._has_new(optimizers)
+
+    def unfrozen(self) -> bool:
+        """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
+        return any(map(_IS_TRAINED, self._others))
+
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters that required a gradient when the module was wrapped, and no longer do."""
+        return [parameter for parameter in self._trained if not parameter.requires_grad]
+
+    def _has_new(self, optimizers: Sequence[Optimizer]) -> bool:
+        num = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        if num == self._num_optimized:
+            return False
+        self._num_optimized = num
+        known = {id(parameter) for parameter in self._parameters}
+        groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+        return any(id(parameter) not in known for group in groups for parameter in group)

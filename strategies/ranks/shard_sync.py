@@ -39,11 +39,7 @@ _BUFFER_BYTES = 2**28
 
 
 class ShardSync(GradientSync):
-    """Cuts parameters, gradients and optimizer state over the ranks.
-
-    Args:
-        find_unused: whether parameters may take no part in the loss.
-    """
+    """Cuts parameters, gradients and optimizer state over the ranks; with `find_unused` a loss may leave some out."""
 
     evaluates_together = changes_evaluation = True  # each rank's forward needs the shards of all
     changes_update = True
@@ -89,10 +85,8 @@ class ShardSync(GradientSync):
             self._cut(copy)
         if fits:
             self._shards.keep_root(not module.automatic_optimization)
-            if not module.automatic_optimization:
-                names = ("toggle_optimizer", "untoggle_optimizer")
-                for name in names:
-                    self._at_end.callback(Replacement(module, name, self._toggle).remove)
+            for name in () if module.automatic_optimization else ("toggle_optimizer", "untoggle_optimizer"):
+                self._at_end.callback(Replacement(module, name, self._toggle).remove)
             strategy.setup_optimizers(trainer)
             self._shards.give_shards(strategy.optimizers)
             verify_run(callbacks_of(trainer), strategy.optimizers)

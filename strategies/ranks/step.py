@@ -29,9 +29,8 @@ from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
 from ..core.types import Batch
 from ..core.untraced_step import untraced_step
-from ..data.combined import verify_side_by_side
 from ..data.loaders import positions
-from ..data.shares import RankShares
+from ..data.shares import RankShares, verify_side_by_side
 from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
@@ -50,6 +49,10 @@ class RankStep(StepContract):
 
     Args:
         verify: whether a module is refused that trains otherwise in parts of a batch than on the whole one.
+
+    Attributes:
+        shares: this rank's share of the current batch.
+        metrics: computes the values of metrics over all ranks in a run.
     """
 
     def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
@@ -58,10 +61,8 @@ class RankStep(StepContract):
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
-        """This rank's share of the current batch."""
         self._rows = BatchRows(strategy)
-        self.metrics: RunMetrics | None = None
-        """Computes the values of metrics over all ranks; None outside a run."""
+        self.metrics = RunMetrics()
         self._evaluation_loop: Any = None
         self._num_evaluated: Counter[int] = Counter()
         self._loader = 0
@@ -80,12 +81,10 @@ class RankStep(StepContract):
         self.reader.values.over_ranks = num_ranks > 1
         mean = self._strategy.group.mean
         self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
-        self.metrics = RunMetrics(not self._strategy.layout.cut_by, self._part)
-        self.metrics.sync.is_whole = num_ranks == 1
+        self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
-        assert self.metrics is not None
         self.metrics.sync.begin_pass(self._module)
         self._evaluation_loop = evaluation
         self._num_evaluated.clear()
@@ -127,7 +126,6 @@ class RankStep(StepContract):
         trains, metrics = stage is RunningStage.TRAINING, self.metrics
         combined: Any = (trainer.fit_loop if trains else self._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
-        assert metrics is not None
         metrics.steps.begin_batch(shares.counts)
         step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
@@ -148,12 +146,8 @@ class RankStep(StepContract):
         return -1 if places is None else step
 
     def runs_for_others(self) -> bool:
-        """Whether a step of the module runs on samples of other ranks, as this one has none.
-
-        Raises:
-            ConfigError: it is a step of an evaluation that only some ranks run.
-        """
-        if self.metrics is None or not self._in_step:
+        """Whether a step runs on samples of other ranks, as this one has none; refuse one that only some ranks run."""
+        if "_module" not in vars(self) or not self._in_step:
             return False
         share, all_run = self.shares.current, self._trainer.training or self._strategy.sync.evaluates_together
         if share is not None and share.some_empty and not all_run:
@@ -179,7 +173,6 @@ class RankStep(StepContract):
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
         counts, module = shares.counts, self._module
-        assert self.metrics is not None
         if strategy.balance is not None:
             strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         reader = self.reader
@@ -216,8 +209,7 @@ class RankStep(StepContract):
     def verify_early(self, again: bool = False) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
 
-        Args:
-            again: whether a module that can't be compared yet is tried again in the first step.
+        If it can't be compared yet it is tried `again` in the first step.
         """
         if not (self._is_verified or self._was_early):
             self._was_early = True
@@ -276,7 +268,6 @@ class RankStep(StepContract):
             if layout.cuts_evaluation or step == "predict_step":
                 return call()
             return self.reader.values.recorded(step, self._loader, self._module, call)
-        assert self.metrics is not None
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
             getattr(self._module, step)(*args, **kwargs)
         return None
@@ -338,20 +329,13 @@ class RankStep(StepContract):
         return self._strategy.sync.changes_update or isinstance(optimizer, LBFGS)
 
     def agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what an optimizer gets as its closure: where it decides by the loss, one of the global batch's loss.
-
-        With a loss of its own each rank would decide otherwise, and train apart.
-        """
+        """What an optimizer gets as its closure: where it decides by the loss, one of the global batch's loss."""
         return (lambda: self.agree(closure())) if isinstance(optimizer, LBFGS) else closure
 
     def agree(self, value: Any) -> Any:
         """What the global batch has, of a number of each rank: their mean by what the ranks' losses count.
 
-        Args:
-            value: a number, or a tensor with one; None stays None, on all ranks.
-
-        Returns:
-            Exactly the value that ranks with samples have in common, if there is one; every rank must call it.
+        It is exactly what ranks with samples have in common, if they do; None stays None. Every rank must call it.
         """
         if value is None or self._strategy.world_size == 1:
             return value
@@ -385,18 +369,14 @@ class RankStep(StepContract):
     def end(self) -> None:
         """End the run."""
         self.agreement.end()
-        if self.metrics is not None:
-            self.metrics.end()
-            self.metrics = None
+        self.metrics.end()
 
 
 @contextmanager
 def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool = False) -> Generator[None]:
     """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers and metrics don't count it.
 
-    Args:
-        sync: the exchange of metric states, which the step may ask for by `compute`.
-        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
+    In an evaluation, where ranks may log different names, it is `silent`: it logs nothing at all.
     """
     with ExitStack() as stack:
         for layer in module.modules():
@@ -413,8 +393,7 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
 def recompute_weights(module: nn.Module) -> None:
     """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
 
-    A rank without samples in an evaluation, which has run no forward, keeps those of the last training step, made from
-    the parameters before the optimizer step; `ModelPruning` would prune other weights on it.
+    A rank that has run no step of an evaluation has those from before the optimizer step: it would prune other weights.
     """
     for layer in module.modules():
         for hook in layer._forward_pre_hooks.values():

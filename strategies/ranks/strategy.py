@@ -90,14 +90,12 @@ class RankStrategy(pl_strategies.DDPStrategy):
     stage_options: StageOptions | None = None
     """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
 
-    devices_per_process = 1
-    shard_optimizer = False
-
     whole_sync: Callable[[], GradientSync] | None = None
     """Makes what computes whole batches on all ranks together; None if the strategy can't, or is not to."""
 
     balance: RankBalance | None = None
-    """What divides global batches in shares that are not even."""
+    devices_per_process = 1
+    shard_optimizer = False
 
     @checked
     def __init__(
@@ -137,13 +135,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._cut_states = CutStates()
 
     def _allow_view(self, view: GlobalView, whole: Callable[[], GradientSync], others: Mapping[str, bool]) -> None:
-        """Have steps see whole batches, or allow it where a module needs it.
-
-        Args:
-            view: what was asked for.
-            whole: makes what computes them.
-            others: options that it does not take, and whether they were given.
-        """
+        """Have steps see whole batches, or allow it where a module needs it; not with `others` among the options."""
         given = [name for name, is_given in others.items() if is_given]
         if view is True and given:
             raise ConfigError(
@@ -315,12 +307,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """How this process uses its devices."""
         devices, name = self.process_devices, self.strategy_name
         if self.stage_options is not None:
-            options = self.stage_options
-            return StageLayout(devices, options, name, self.reduce)
-        if len(devices) > 1:
-            replica_options = ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True)
-            return ReplicaLayout(devices, replica_options)
-        return SingleLayout(devices)
+            return StageLayout(devices, self.stage_options, name, self.reduce)
+        if len(devices) == 1:
+            return SingleLayout(devices)
+        return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True))
 
     @property
     def policy(self) -> Policy:
@@ -450,16 +440,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
             self._loaders = self.sync.loaders_of(
-                self._read_as,
-                self.world_size,
-                self.batch_size_is,
-                self.broadcast,
-                self.group.sum_beside,
-                self.policy,
-                1 + needs_two_samples(self.module),
-                structure_of=self.structures.of_stream,
-                in_step=self.sync.evaluates_together,
-            )
+                self._read_as, self.world_size, self.batch_size_is, self.broadcast, self.group.sum_beside, self.policy,
+                1 + needs_two_samples(self.module), self.structures.of_stream, self.sync.evaluates_together,
+            )  # fmt: skip
         return self._loaders
 
     @property
@@ -480,7 +463,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
-        self.contract.shares.begin_training()
+        self.contract.shares.knows_parts = False  # the loaders may be other ones
         if self.world_size > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self._deciders.begin(callbacks_of(self.trainer), schedulers)

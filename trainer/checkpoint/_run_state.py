@@ -138,7 +138,7 @@ def _accumulation(trainer: pl.Trainer) -> Any:
 def _metric_sync(trainer: Any) -> MetricSync | None:
     """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
     ranks = ranks_of(trainer.strategy)
-    return None if ranks is None or ranks.contract.metrics is None else ranks.contract.metrics.sync
+    return None if ranks is None else ranks.contract.metrics.sync
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

@@ -86,7 +86,7 @@ class LeanResults(_ResultCollection):
     def metric_steps(self) -> MetricSteps | None:
         """What computes the values of metrics for one global batch; None if ranks do not share batches."""
         ranks = ranks_of(self.trainer.strategy)
-        return None if ranks is None or ranks.contract.metrics is None else ranks.contract.metrics.steps
+        return None if ranks is None else ranks.contract.metrics.steps
 
     @override
     @torch.compiler.disable  # as Lightning's

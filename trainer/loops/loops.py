@@ -128,7 +128,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if stop.is_ending or (self.trainer.should_stop and self._fit_loop._can_stop_early):
             self._fit_loop.agree_to_end()
         else:
-            stop.num_passed += 1
+            stop.ending.num_passed += 1
 
     def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         self.accumulation.verify()
@@ -254,7 +254,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if skip:
             stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
         else:
-            stop.num_begun += 1
+            stop.skipping.num_passed += 1
 
     def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
         asked_s = perf_counter()

@@ -34,12 +34,11 @@ from .steps import MetricSteps
 class MetricSync:
     """Replaces torchmetrics' own exchange between ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool = False) -> None:
+        self._is_whole = is_whole
         self._marks: dict[int, list[Mark]] = {}
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
-        self.is_whole = False
-        """Whether every rank's metrics have seen the samples of all."""
         self._num_passes = 0
         self._windows: dict[int, Running] = {}
         self._counted: dict[int, Mapping[str, Any]] = {}
@@ -82,22 +81,13 @@ class MetricSync:
 
     @contextmanager
     def counting(self, metrics: Iterable[tuple[Metric, Mapping[str, Any]]]) -> Generator[None]:
-        """Combine what metrics have counted so far, and not what they do inside the block.
-
-        Args:
-            metrics: each with its attributes.
-        """
+        """Combine what metrics, each given with its attributes, have counted so far, and not what they do inside."""
         with replaced(self, "_counted", {id(metric): attributes for metric, attributes in metrics}):
             yield
 
     def combine(self, metric: Metric, group: Any = None) -> None:
-        """Replace a metric's states by those of all ranks; every rank must call it.
-
-        Raises:
-            RankError: ranks combine different metrics.
-            ConfigError: the states can't be combined exactly.
-        """
-        if self.is_whole:
+        """Replace a metric's states by those of all ranks; every rank must call it for the same metric."""
+        if self._is_whole:
             return
         window = self._windows.get(id(metric))
         own = self._own(metric, window)
@@ -137,20 +127,26 @@ class MetricSync:
 
 
 class RunMetrics:
-    """Computes the values of metrics over all ranks, from `__init__` until `end`.
-
-    Args:
-        whole: whether a step calls a metric once, with all samples of this rank.
-        part: returns this rank's part of the batch in process.
+    """Computes the values of metrics over all ranks, from `begin` until `end`.
 
     Attributes:
         sync: the exchange of metric states between ranks.
         steps: computes the values that metrics have for one global batch.
     """
 
-    def __init__(self, whole: bool, part: Callable[[], Part]) -> None:
-        self.sync, self.steps = MetricSync(), MetricSteps(whole)
-        self._replaced, kinds = ExitStack(), _metric_classes()
+    def __init__(self) -> None:
+        self.sync, self.steps, self._replaced = MetricSync(), MetricSteps(True), ExitStack()
+
+    def begin(self, alone: bool, whole: bool, part: Callable[[], Part]) -> None:
+        """Take the place of the metrics' own methods.
+
+        Args:
+            alone: whether every rank's metrics see the samples of all.
+            whole: whether a step calls a metric once, with all samples of this rank.
+            part: returns this rank's part of the batch in process.
+        """
+        self.end()
+        self.sync, self.steps, kinds = MetricSync(alone), MetricSteps(whole), _metric_classes()
         methods = [*self.sync.methods(kinds), *self.steps.methods(kinds), *weighed_updates(kinds, part)]
         for kind, name, method in methods:
             self._replaced.enter_context(replaced(kind, name, method))
@@ -170,9 +166,6 @@ def _widen_deviations(metric: PearsonCorrCoef) -> None:
     """Measure the largest deviations from the mean of all ranks, by which torchmetrics scales the statistics.
 
     It takes each rank's from the rank's own mean. That is 0 where a rank has equal values only, and the result NaN.
-
-    Args:
-        metric: its states are stacked, of shape (ranks, ...).
     """
     num: Any = metric.n_total
     total = num.sum(0).clamp_min(1)

@@ -121,12 +121,11 @@ def _update(namespace: dict[str, Any], attributes: Mapping[str, Any]) -> None:
             namespace[key] = value
 
 
-def _loops(trainer: pl.Trainer) -> Iterator[tuple[str, _Loop]]:
-    waiting = [(name, value) for name, value in vars(trainer).items() if isinstance(value, _Loop)]
-    while waiting:
-        name, loop = waiting.pop()
-        yield name, loop
-        waiting += [(f"{name}.{key}", value) for key, value in vars(loop).items() if isinstance(value, _Loop)]
+def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
+    for name, loop in vars(owner).items():
+        if isinstance(loop, _Loop):
+            yield before + name, loop
+            yield from _loops(loop, f"{before}{name}.")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -40,31 +40,18 @@ StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
 
 
-def teardown(trainer: Any) -> None:
-    """End a trainer's run, as its entry points do after `TunerExit`."""
-    call._call_teardown_hook(trainer)
-    trainer._teardown()
-
-
-RESULT = "result"
-"""The file in which rank 0 leaves what it brings back."""
-
 POLL_S = 0.1
 """Seconds between two looks at the processes, at most; the end of one is seen at once."""
 
 STOPPED = b"stopped by a signal"
-"""Result of the processes if they stopped together after a signal to any of them."""
+"""What rank 0 brings back if the processes stopped together after a signal to any of them."""
 
 _handlers_before: dict[int, Any] = {}
 """The script's own signal handlers, replaced while it waits for its processes."""
 
 
 def start_method(device: torch.device, given: StartMethod | None = None) -> StartMethod:
-    """Choose how a plain script's processes start, so that the script does not run once per process.
-
-    Args:
-        device: a device of the processes.
-        given: what the user has chosen, if anything.
+    """Choose how a plain script's processes start, if the user has not, so that it does not run once per process.
 
     Returns:
         `fork` on the CPU and in notebooks; `spawn` for accelerators, because a forked process can't use their state.
@@ -93,11 +80,7 @@ def start_method(device: torch.device, given: StartMethod | None = None) -> Star
 
 
 def verify_guarded() -> None:
-    """Verify that a script does not call `fit` on import, because processes that are not forked import it.
-
-    Raises:
-        ConfigError: it does, so each process would run the script up to that line.
-    """
+    """Refuse a script that calls `fit` on import, because processes that are not forked would run it to that line."""
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()
     while frame is not None and not (frame.f_globals is main and frame.f_code.co_name == "<module>"):
@@ -105,8 +88,8 @@ def verify_guarded() -> None:
     path = main.get("__file__")
     if frame is None or path is None or not os.path.exists(path):
         return
-    with open(path, encoding="utf-8") as file:
-        statements = [node for node in ast.parse(file.read()).body if node.lineno <= frame.f_lineno]
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    statements = [node for node in tree.body if node.lineno <= frame.f_lineno]
     if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
         raise ConfigError(
             f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script and would"
@@ -118,7 +101,7 @@ class ScriptLauncher(_Launcher):
     """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
     Args:
-        strategy: it has the devices, and the timeout.
+        strategy: it has the devices.
         timeout_s: seconds from the first end of a rank to that of the last.
         method: how they start; None chooses by the device.
     """
@@ -136,10 +119,7 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run a function of the trainer in every rank.
-
-        Returns:
-            What it returns in rank 0.
+        """Run a function of the trainer in every rank, and return what it returns in rank 0.
 
         Raises:
             RankError: a rank failed; the message holds its traceback.
@@ -165,13 +145,8 @@ class ScriptLauncher(_Launcher):
         with scratch_directory() as folder, self._store() as variables:
             processes = self._processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
             with forwarded_signals(processes) as requests:
-                state = (
-                    rng.random_state(),
-                    torch.are_deterministic_algorithms_enabled(),
-                    torch.is_deterministic_algorithms_warn_only_enabled(),
-                    torch.backends.cudnn.benchmark,
-                )
-                args = (trainer, work, variables, state, folder / RESULT)
+                modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+                args = (trainer, work, variables, rng.random_state(), modes, folder / "result")
                 start(processes, strategy.num_processes, self._start_method, folder, _rank, *args)
                 failed = processes.join()
             if processes.late:
@@ -184,7 +159,7 @@ class ScriptLauncher(_Launcher):
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
             if failed is not None and status_of(processes.processes[failed]) not in asked:
                 raise error(processes, failed, folder)
-            packed = (folder / RESULT).read_bytes() if failed is None else STOPPED
+            packed = (folder / "result").read_bytes() if failed is None else STOPPED
         if requests.signum is not None or packed == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
         return unpack(trainer, known, packed)
@@ -206,15 +181,20 @@ class ScriptLauncher(_Launcher):
 
 
 def _rank(
-    rank: int, trainer: Any, work: Callable[[], Any], variables: dict[str, str], state: tuple[Any, ...], result: Path
+    rank: int,
+    trainer: Any,
+    work: Any,
+    variables: dict[str, str],
+    random_state: Any,
+    modes: tuple[int, bool],
+    result: Path,
 ) -> None:
     """Be one rank."""
     os.environ.update({**variables, "LOCAL_RANK": str(rank)})
-    random_state, deterministic, warn_only, benchmark = state
     rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
     rng.seed_accelerators(torch.initial_seed())
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    torch.backends.cudnn.benchmark = benchmark
+    torch.set_deterministic_debug_mode(modes[0])
+    torch.backends.cudnn.benchmark = modes[1]
     _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
     known = known_objects(trainer)
     if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
@@ -229,11 +209,7 @@ def _rank(
 
 @contextmanager
 def forwarded_signals(ranks: RankProcesses) -> Generator[StopRequests]:
-    """Forward SIGTERM, Ctrl-C, SIGHUP and SIGUSR1 to the processes, which stop at one step; a second Ctrl-C kills them.
-
-    Yields:
-        The requests to stop.
-    """
+    """Forward signals that ask to stop to the processes, which stop at one step; a second Ctrl-C kills them."""
     requests = StopRequests()
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -269,8 +245,9 @@ def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
     try:
         return work()
-    except _TunerExitException:
-        teardown(trainer)
+    except _TunerExitException:  # as Lightning's entry points do
+        call._call_teardown_hook(trainer)
+        trainer._teardown()
         trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
         return None
     except SIGTERMException as exc:

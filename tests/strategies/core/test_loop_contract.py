@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.strategies import DataParallelStrategy
-from evener.strategies.distributed.wrapper import forward_through
+from evener.strategies.ranks.gradient_sync import forward_through
 from evener.trainer import Trainer
 
 

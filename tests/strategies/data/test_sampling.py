@@ -22,10 +22,9 @@ from torch.utils.data import (
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
-from evener.strategies.data.combined import verify_side_by_side
 from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
-from evener.strategies.data.shares import RankShares
+from evener.strategies.data.shares import RankShares, verify_side_by_side
 
 
 class Done:

@@ -138,20 +138,20 @@ def test_ranks_skip_the_rest_of_an_epoch_only_together() -> None:
     store = HashStore()
     first, second = (StopAgreement(rank, 2, store, 20) for rank in range(2))
     for _ in range(2):  # epochs
-        first.num_begun += 1
-        second.num_begun += 1
+        first.skipping.num_passed += 1
+        second.skipping.num_passed += 1
         with ThreadPoolExecutor(2) as pool:
             for rank in [pool.submit(rank.skip, "in batch 1") for rank in (first, second)]:
                 assert rank.result() is None
-    first.num_begun += 1  # it goes on at the batch that the other one skips
+    first.skipping.num_passed += 1  # it goes on at the batch that the other one skips
     with ThreadPoolExecutor(1) as pool:
         skipped = pool.submit(second.skip, "in batch 0 of epoch 2")
         while not skipped.done():
             first.listen(store)
-        with pytest.raises(RankError, match=r"rank 1: on_train_batch_start returned -1 in batch 0 .* not on rank 0,"):
+        with pytest.raises(RankError, match=r"rank 1 returned -1 from .* in batch 0 .* not on rank 0,"):
             skipped.result()
 
 
 def test_a_rank_that_neither_skips_nor_goes_on_is_named() -> None:
-    with pytest.raises(RankError, match=r"returned -1 in batch 2, rank 1 did not come"):
+    with pytest.raises(RankError, match=r"from on_train_batch_start in batch 2 and waited 0\.1 s for rank 1"):
         StopAgreement(0, 2, HashStore(), timeout_s=0.1).skip("in batch 2")

@@ -147,7 +147,8 @@ class BatchMean(torchmetrics.Metric):
 def _exchange() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     rank = torch.distributed.get_rank()
-    metrics = RunMetrics(True, lambda: (1.0, False, ""))
+    metrics = RunMetrics()
+    metrics.begin(False, True, lambda: (1.0, False, ""))
     found: dict[str, Any] = {}
     tuples = Tuples()
     for index in ([0, 1, 2], [3])[rank]:
@@ -188,7 +189,8 @@ def _correlations(num_outputs: int) -> list[Tensor]:
     if num_outputs > 1:
         x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
-    run = RunMetrics(True, lambda: (1.0, False, ""))
+    run = RunMetrics()
+    run.begin(False, True, lambda: (1.0, False, ""))
     try:
         metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
         for metric in metrics:
