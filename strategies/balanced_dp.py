@@ -82,11 +82,9 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             raise ConfigError(
                 f"balanced_dp: gpu0_chunk={gpu0_chunk} and weights={weights} were both given. Give one of them."
             )
-        if gpu0_chunk is None and weights is None:
-            weights = "auto"
-        self._gpu0_chunk = gpu0_chunk
-        self._weights = weights
-        self._new_controller_options: dict[str, Any] = {"objective": objective, "hysteresis": hysteresis}
+        self._gpu0_chunk, self._weights = gpu0_chunk, weights
+        self._objective: Objective = objective
+        self._hysteresis = hysteresis
         self._kept = KeptController(self.strategy_name, "devices")
         self._pending: Measurement | None = None
         self._num_steps = self._num_measured = 0
@@ -101,7 +99,13 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.policy = self.make_policy()
-        self._verify_first_chunk(trainer.lightning_module)
+        if self._gpu0_chunk == 1 and has_batchnorm(trainer.lightning_module):
+            raise ConfigError(
+                "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
+                "normalise. Give 0, or at least 2."
+            )
+        if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
+            rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
         super().setup(trainer)
 
     @override
@@ -139,18 +143,9 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         log_shares(self.lightning_module, self._shown)
         return output
 
-    def _verify_first_chunk(self, module: pl.LightningModule) -> None:
-        if self._gpu0_chunk == 1 and has_batchnorm(module):
-            raise ConfigError(
-                "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
-                "normalise. Give 0, or at least 2."
-            )
-        if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
-            rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
-
     def make_policy(self) -> Policy:
         """Make the policy of the options for the devices."""
-        if self._gpu0_chunk is not None and not isinstance(self._gpu0_chunk, str):
+        if isinstance(self._gpu0_chunk, int):
             return FirstChunk(self._gpu0_chunk)
         if self._weights is not None and not isinstance(self._weights, str):
             return Weighted(tuple(self._weights))
@@ -159,14 +154,10 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     def _new_controller(self) -> BalanceController:
         devices = self.parallel_devices
         limits = [memory_bytes(device) / devices.count(device) for device in devices]
-        only_first = self._gpu0_chunk == "auto"
         return BalanceController(
-            len(devices),
-            only_first=only_first,
-            limit_bytes=limits,
+            len(devices), self._objective, self._hysteresis, only_first=self._gpu0_chunk == "auto", limit_bytes=limits,
             in_turn=not any(map(is_accelerator, devices)),
-            **self._new_controller_options,
-        )
+        )  # fmt: skip
 
     def _verify_batch(self, batch: Any) -> None:
         """Refuse, before the first step, a first chunk larger than an even share of a full batch."""
@@ -191,20 +182,14 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
 
     def _fixed_bytes(self, layout: ReplicaLayout) -> list[float]:
         """Bytes of parameters and gradients per device, plus the optimizer on the first."""
-        sizes = [
-            sum(p.nbytes * (2 if p.requires_grad else 1) for p in own) for own in layout.runner.replicas.parameters()
-        ]
-        states = [
-            value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values()
-        ]
-        sizes[0] += sum(value.nbytes for value in states if isinstance(value, Tensor))
-        return [float(size) for size in sizes]
+        copies = layout.runner.replicas.parameters()
+        sizes = [float(sum(p.nbytes * (2 if p.requires_grad else 1) for p in own)) for own in copies]
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        sizes[0] += sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        return sizes
 
     def _shown(self) -> dict[str, float]:
         """What is logged of the measurements."""
         assert self.controller is not None
-        values = self.controller.metrics()
-        for i, device in enumerate(self.parallel_devices):
-            if (peak := peak_memory_bytes(device)) is not None:
-                values[f"balance/peak_bytes_{i}"] = float(peak)
-        return values
+        peaks = {f"balance/peak_bytes_{i}": peak_memory_bytes(device) for i, device in enumerate(self.parallel_devices)}
+        return self.controller.metrics() | {name: float(peak) for name, peak in peaks.items() if peak is not None}

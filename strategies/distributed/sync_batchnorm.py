@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from .reduction import all_reduce
 
 
 class SyncedBatchNorm(_BatchNorm):
@@ -98,7 +97,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:
         total = summand.clone()
-        all_reduce(total)
+        dist.all_reduce(total)
         return total
 
     @staticmethod

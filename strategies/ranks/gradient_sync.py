@@ -10,7 +10,7 @@ WholeBatch      the whole module and batch    strategies/ranks/global_view
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ from ..core.loop_contract import StepContract
 from ..core.patching import replaced
 from ..data.loaders import RankLoaders
 from ..distributed.options import name_unused_parameters
-from ..distributed.reduction import are_small, average_gradients
 from ..distributed.same_weights import verify_same_layout
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class GradientSync:
         self._trained: ReducedParameters | None = None
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
-        self._is_new = False
 
     def begin_streams(self) -> None:
         """Learn that random numbers are about to be drawn; each rank has its own."""
@@ -87,7 +85,6 @@ class GradientSync:
         assert wrapper is not None
         if self._hook is not None:
             wrapper.register_comm_hook(*self._hook())
-        self._is_new = self._hook is None and are_small([parameter for _, parameter in self._trained.reduced])
 
     def expect_unused(self) -> None:
         """Wrap the module so that parameters may take no part in the loss, unless that was decided by an option."""
@@ -111,11 +108,6 @@ class GradientSync:
             self._reduce_left(trained.frozen())
             self.wrap_again()
             self._strategy.contract.agreement.begin(self._strategy.optimizers)
-        if self._is_new:
-            self._is_new, wrapper = False, self._wrapper
-            assert wrapper is not None
-            with suppress(RuntimeError):  # a callback has registered a hook of its own
-                wrapper.register_comm_hook(wrapper.process_group, average_gradients)
 
     def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""

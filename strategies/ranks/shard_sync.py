@@ -46,14 +46,11 @@ class ShardSync(GradientSync):
 
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
         super().__init__(strategy)
-        self._options = options
+        self._options, self._finds_unused = options, find_unused
         self._deferred: DeferredTensors | None = None
-        self._finds_unused = find_unused
         self._shards: ShardedModule | None = None
         self._late: LateParameters | None = None
-        self._reduces = True
-        self._had_none: set[int] = set()
-        self._at_end = ExitStack()
+        self._reduces, self._had_none, self._at_end = True, set[int](), ExitStack()
 
     @property
     def shards(self) -> ShardedModule:
@@ -199,7 +196,7 @@ class ShardSync(GradientSync):
         unused = {id(parameter) for parameter in shards.take_unused().values()}
         used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
         used = used.to(self._strategy.root_device)
-        all_reduce(used, dist.ReduceOp.MAX)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
         for parameter, by_any in zip(trained, used.tolist(), strict=True):
             if not by_any and id(parameter) in self._had_none:
                 parameter.grad = None
