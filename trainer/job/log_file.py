@@ -6,7 +6,6 @@ A failure is told in the log, in `result.json`, and shortly on the console.
 import errno
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -117,9 +116,6 @@ def _is_needed(record: logging.LogRecord) -> bool:
     return not any(text in record.getMessage() for text in REDUNDANT)
 
 
-_FRAME = re.compile(r'(?P<margin>(?: +\| )?)  File "(?P<file>.+)", line \d+, in ')  # an ExceptionGroup has a margin
-
-
 @dataclass(frozen=True)
 class Failure:
     """What ended a run.
@@ -127,12 +123,14 @@ class Failure:
     Args:
         reason: one sentence, or the exception's name and text.
         trace: the whole traceback; empty if the reason is a sentence for users.
+        short: the same without the frames of libraries.
         refused: whether an option or the module can't be honoured.
     """
 
     rank: int
     reason: str
     trace: str = ""
+    short: str = ""
     refused: bool = False
 
     @classmethod
@@ -143,12 +141,13 @@ class Failure:
         sentence = sentence_of(exc)
         if sentence is not None:
             return cls(rank, sentence, refused=isinstance(exc, (ConfigError, MisconfigurationException)))
-        return cls(rank, _last_line(exc), "".join(traceback.format_exception(exc)))
+        trace = "".join(traceback.format_exception(exc))
+        return cls(rank, _last_line(exc), trace, users_frames(exc, "train.log has them"))
 
     @property
-    def short(self) -> str:
+    def told(self) -> str:
         """The frames of the user's code and the reason; without traceback, the reason."""
-        return users_frames(self.trace) if self.trace else self.reason
+        return self.short or self.reason
 
 
 def _last_line(exc: BaseException) -> str:
@@ -182,34 +181,27 @@ def error_sentence(exc: Exception) -> str:
         return sentence
     if isinstance(exc, OSError) and exc.filename is not None:
         return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-    return users_frames("".join(traceback.format_exception(exc)))
+    return users_frames(exc)
 
 
-def users_frames(trace: str, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
-    """Leave the frames of libraries out of a traceback, but for the innermost if there is no other.
+def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
+    """Format a traceback without the frames of libraries, but for the innermost if there is no other.
 
     Args:
         rest: where those frames are.
     """
-    blocks: list[list[str]] = []  # a frame and the lines of its source, or a line of any other kind
-    for line in trace.rstrip().splitlines():
-        frame = _FRAME.match(blocks[-1][0]) if blocks else None
-        if frame is not None and line.startswith((f"{frame['margin']}    ", f"{frame['margin']}  [Previous line")):
-            blocks[-1].append(line)
-        else:
-            blocks.append([line])
-    frames = [block for block in blocks if _FRAME.match(block[0])]
-    own = [block for block in frames if not _is_librarys(block)] or frames[-1:]
-    kept = [line for block in blocks if block not in frames or block in own for line in block]
-    left_out = len(frames) - len(own)
-    if left_out:
-        kept.append(f"({left_out} frames of libraries are left out; {rest}.)")
-    return "\n".join(kept)
-
-
-def _is_librarys(block: list[str]) -> bool:
-    frame = _FRAME.match(block[0])
-    return frame is not None and is_library(frame["file"])
+    told = traceback.TracebackException.from_exception(exc, compact=True)
+    parts = [told]
+    for part in parts:  # which grows
+        parts += filter(None, (part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())))
+    own = {id(part): [frame for frame in part.stack if not is_library(frame.filename)] for part in parts}
+    if not any(own.values()):
+        own[id(told)] = told.stack[-1:]
+    left_out = sum(len(part.stack) - len(own[id(part)]) for part in parts)
+    for part in parts:
+        part.stack[:] = own[id(part)]
+    text = "".join(told.format()).rstrip()
+    return f"{text}\n({left_out} frames of libraries are left out; {rest}.)" if left_out else text
 
 
 def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
@@ -225,9 +217,11 @@ def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
         told = None if is_first else Result.read(cfg.run_dir).reason
     with suppress(OSError):
         if is_first:
-            _log(cfg, f"rank {failure.rank} failed: {_in_full(failure)}")
+            whole = failure.trace.rstrip()
+            frames = f"\n\n{whole}" if whole not in ("", failure.short) else ""
+            _log(cfg, f"rank {failure.rank} failed: {failure.told}{frames}")
         elif told != failure.reason:
-            _log(cfg, f"rank {failure.rank} failed too: {failure.short}")
+            _log(cfg, f"rank {failure.rank} failed too: {failure.told}")
     return is_first
 
 
@@ -254,13 +248,6 @@ def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
         num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         environment=environment(()),
     )
-
-
-def _in_full(failure: Failure) -> str:
-    """The user's frames first, then all."""
-    whole = failure.trace.rstrip()
-    short = users_frames(whole, rest="all follow")
-    return whole or failure.reason if short == whole else f"{short}\n\n{whole}"
 
 
 def _log(cfg: DictConfig, text: str) -> None:

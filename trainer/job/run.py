@@ -95,7 +95,7 @@ class Run:
                     raise
                 code = exc.code if isinstance(exc, SystemExit) else None
                 status = code if isinstance(code, int) and code else 1
-                raise WorkerError(failure.short, failure.trace, self.rank, status) from exc
+                raise WorkerError(failure.told, failure.trace, self.rank, status) from exc
 
 
 def run(cfg: DictConfig) -> Result:

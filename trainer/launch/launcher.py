@@ -272,4 +272,4 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     if first.refused:
         return ConfigError(first.reason)
     own = status_of(workers.processes[first.rank]) or 0  # another's may have been seen first
-    return WorkerError(f"rank {first.rank} failed: {first.short}", first.trace, first.rank, own if own > 0 else status)
+    return WorkerError(f"rank {first.rank} failed: {first.told}", first.trace, first.rank, own if own > 0 else status)

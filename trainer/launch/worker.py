@@ -32,7 +32,7 @@ def work(cfg: DictConfig, folder: Path) -> None:
         with replacing(folder / FAILURE_FILE) as file:
             file.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         if not is_last:
-            sys.stderr.write(f"rank {failure.rank} failed: {failure.short}\n")
+            sys.stderr.write(f"rank {failure.rank} failed: {failure.told}\n")
 
     Run(cfg, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).execute(tell)
 

@@ -26,7 +26,6 @@ class LoggedCollection:
 
     def __init__(self, collection: MetricCollection, given: Mapping[str, Any], series: Sequence[Series]) -> None:
         self.given, self.series = given, series
-        self.needs_logger = any(one.needs_logger for one in series)
         self._attributes = vars(collection)
         self._seen = deepcopy(_NAMED_AND_GROUPED(self._attributes))
         metrics: Mapping[str, Any] = self._attributes["_modules"]

@@ -215,10 +215,10 @@ class LeanResults(_ResultCollection):
         """Whether a step's value is reduced where it is logged: in evaluation under Lightning's own strategies."""
         return series.shared and not self.training and self.ranks is None and self.trainer.world_size > 1
 
-    def allow_quick(self, fx: str, series: Series, options: tuple[Any, ...], needs_logger: bool) -> None:
+    def allow_quick(self, fx: str, series: Series, options: tuple[Any, ...]) -> None:
         """Let further values with the same arguments from the same hook go to a series without Lightning's checks."""
         if not self._reduces_at_once(series):
-            series.options, series.needs_logger = options, needs_logger
+            series.options = options
             self.quick[fx, series.meta.name, self.dataloader_idx] = series
 
     def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:

@@ -155,7 +155,6 @@ class Series:
     Attributes:
         last: the last step's value: a copy, or a number that no tensor was made of yet.
         options: the arguments of `self.log` with which further values are added without Lightning's checks; or None.
-        needs_logger: whether Lightning warns on every call if the trainer has no logger.
     """
 
     def __init__(self, meta: _Metadata, value: Any) -> None:
@@ -167,7 +166,6 @@ class Series:
         self.shared = self.is_tensor and self.on_step and meta.sync.should and not meta.sync.rank_zero_only
         self.counts_samples = self.is_tensor and self.kind == "mean" and self.on_epoch
         self.options: tuple[Any, ...] | None = None
-        self.needs_logger = False
         self._size, self._weight = 0, scalar(0.0, self.device, torch.float32)
         self._begin()
 

@@ -92,7 +92,6 @@ class LeanLog(ModuleLog):
             series is not None
             and series.options == options
             and connector.enters(fx)
-            and (not series.needs_logger or bool(self.trainer.loggers))
             and results.store(series, value, batch_size)
         )
 
@@ -102,13 +101,7 @@ class LeanLog(ModuleLog):
         connector = self.connector
         results = connector.batch_results
         slot = None if results is None else results.collections.get((fx, collection, results.dataloader_idx))
-        if (
-            slot is None
-            or slot.given != given
-            or not slot.is_current()
-            or not connector.enters(fx)
-            or (slot.needs_logger and not self.trainer.loggers)
-        ):
+        if slot is None or slot.given != given or not slot.is_current() or not connector.enters(fx):
             return False
         slot.add()
         return True
@@ -133,7 +126,7 @@ class LeanLog(ModuleLog):
             results.pending[-1].value = value  # Lightning's method has stored a copy, which is not known as the loss
         series: Any = results.get(results.key(fx, name, given["add_dataloader_idx"]))
         if series is not None and self.trainer.lean and not given["enable_graph"]:
-            results.allow_quick(fx, series, options, bool(given["logger"]))
+            results.allow_quick(fx, series, options)
 
 
 class LeanLogDict(StaysOnRoot):
