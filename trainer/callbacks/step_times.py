@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,25 +82,6 @@ class DDPTimes:
         return int(data[name]) / NS_PER_MS if name in data else None
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Means over the optimizer steps between two readings.
-
-    Args:
-        step_ms: milliseconds from step to step, validation excluded.
-        compute_ms: milliseconds from a batch's arrival on the root device to the end of its step there.
-        data_wait_ms: milliseconds of waiting for the loader.
-        samples_per_s: training samples per second.
-        phases_ms: `compute_ms` by phase; all of it is `forward` if nobody has told the clock of others.
-    """
-
-    step_ms: float
-    compute_ms: float
-    data_wait_ms: float
-    samples_per_s: float
-    phases_ms: dict[str, float]
-
-
 class StepClock:
     """Adds up the seconds of training, and of the phases of its steps, until they are read.
 
@@ -154,12 +134,18 @@ class StepClock:
         phase, start, end = self._queued.popleft()
         self._phases_s[phase] += seconds_between(start, end)
 
-    def read(self, num_steps: int, data_wait_s: float = 0.0) -> StepTimes | None:
-        """Read the means since the last reading, between two steps; waits for the device. None if no time has passed.
+    def read(self, num_steps: int, data_wait_s: float = 0.0) -> dict[str, float]:
+        """Read the means since the last reading, between two steps; waits for the device.
 
         Args:
             num_steps: optimizer steps since then.
             data_wait_s: seconds of waiting for the loader since the start of training.
+
+        Returns:
+            By name: `samples_per_s`; and in milliseconds `step_ms` from step to step, validation excluded, `compute_ms`
+            from a batch's arrival on the device to the end of its step there, its parts `forward_ms`, `backward_ms` and
+            `optimizer_ms` (all is forward if nobody has told the clock of others), and `data_wait_ms`. Empty if no time
+            has passed.
         """
         while self._queued:
             self._add_oldest()
@@ -167,10 +153,9 @@ class StepClock:
         seconds, wait, samples, *phases = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         if seconds <= 0 or num_steps < 1:
-            return None
-        step_ms, wait_ms, *each_ms = (1000 * value / num_steps for value in (seconds, wait, *phases))
-        phases_ms = dict(zip(PHASES, each_ms, strict=True))
-        return StepTimes(step_ms, sum(each_ms), wait_ms, samples / seconds, phases_ms)
+            return {}
+        sums = {"step": seconds, "compute": sum(phases), "data_wait": wait, **dict(zip(PHASES, phases, strict=True))}
+        return {"samples_per_s": samples / seconds, **{f"{key}_ms": 1000 * sums[key] / num_steps for key in sums}}
 
 
 class RunSummary(pl.Callback):
@@ -191,7 +176,7 @@ class RunSummary(pl.Callback):
         self.diverged = False
         self.clock = StepClock()
         """Of the steps; other callbacks may tell it of their phases."""
-        self.figures: dict[type, Callable[[StepTimes], dict[str, float]]] = {}
+        self.figures: dict[type, Callable[[dict[str, float]], dict[str, float]]] = {}
         """What other callbacks, by class, make of the means at a log point; it is logged with them."""
         self._own_samples = 0
         self._first_batch = 0
@@ -265,11 +250,10 @@ class RunSummary(pl.Callback):
         wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
         times = self.clock.read(step - self._last_step, wait_s)
         self._last_step = step
-        if times is None:
+        if not times:
             return
-        values = {f"speed/{name}": getattr(times, name) for name in ("samples_per_s", "step_ms", "compute_ms")}
-        if wait_s:  # not measured in Lightning's own loop, which runs with a profiler or `dataloader_iter`
-            values["speed/data_wait_ms"] = times.data_wait_ms
+        shown = ("samples_per_s", "step_ms", "compute_ms", *(["data_wait_ms"] if wait_s else []))
+        values = {f"speed/{name}": times[name] for name in shown}  # Lightning's own loop measures no waits
         if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
             values["speed/communication_ms"] = exposed
         for figures in self.figures.values():

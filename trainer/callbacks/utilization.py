@@ -20,7 +20,7 @@ from ...strategies.core.devices import device_model
 from ...strategies.core.module_checks import metrics_of
 from ...strategies.core.types import Batch
 from ...strategies.registry import process_devices, processes_of
-from .step_times import RunSummary, StepClock, StepTimes
+from .step_times import PHASES, RunSummary, StepClock
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +85,10 @@ class Utilization(pl.Callback):
         if self._clock is not None:
             self._clock.enter("optimizer")
 
-    def _figures(self, times: StepTimes) -> dict[str, float]:
-        values = {f"speed/{name}_ms": value for name, value in times.phases_ms.items()}
+    def _figures(self, times: dict[str, float]) -> dict[str, float]:
+        values = {f"speed/{phase}_ms": times[f"{phase}_ms"] for phase in PHASES}
         if self.flops_per_sample and self.peak_tflops:
-            tflops = self.flops_per_sample * times.samples_per_s / 1e12
+            tflops = self.flops_per_sample * times["samples_per_s"] / 1e12
             values |= {"speed/tflops": tflops, "speed/utilization": tflops / self._num_devices / self.peak_tflops}
         return values
 

@@ -17,7 +17,7 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ..config.group_files import PACKAGE, Source, first_sentence
+from ..config.group_files import PACKAGE, Source, first_sentence, leaves
 from ..config.nearest import GONE, did_you_mean, nearest
 
 INDENT = 34
@@ -99,7 +99,8 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     groups = source.groups()
     chosen = [word for word in overrides if word.partition("=")[0] in groups and "," not in word.partition("=")[2]]
     cfg: Any = source.compose(chosen, return_hydra=True)
-    known = [*(key for key in _keys(cfg) if not key.startswith("hydra")), *groups]
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    known = [*(key for key, _ in leaves(plain) if not key.startswith("hydra")), *groups]
     group, _, option = key.partition(".")
     chosen_one = cfg.hydra.runtime.choices.get(group)
     value = next((word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")), "...")
@@ -110,9 +111,9 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
         named = " and ".join(f"{group}={name}" for name in others)
         return f"{key} is not an option of {group}={chosen_one}, but of {named}."
     owner, _, last = key.rpartition(".")
-    if owner in known:  # of which the names are compared: a long one is like any key of the same owner
-        near = nearest(last, [name for of, _, name in (k.rpartition(".") for k in known) if of == owner])
-        found = near and f"{owner}.{near}"
+    siblings = [name for of, _, name in (k.rpartition(".") for k in known) if owner and of == owner]
+    if siblings:  # a long key is like any other of the same owner
+        found = (near := nearest(last, siblings)) and f"{owner}.{near}"
     else:
         found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
     if found:
@@ -122,15 +123,6 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
         f"{key} is unknown: neither a key nor a group. Run --help to list them; {new}={value} adds an option to your "
         "class."
     )
-
-
-def _keys(options: Any, before: str = "") -> Iterator[str]:
-    """List the keys of a configuration, those of its parts joined by dots."""
-    plain: Any = OmegaConf.to_container(options, resolve=False) if OmegaConf.is_config(options) else options
-    for key, value in plain.items():
-        yield f"{before}{key}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{before}{key}.")
 
 
 def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:

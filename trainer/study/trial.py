@@ -101,8 +101,8 @@ class Probe(pl.Callback):
         for device in filter(is_accelerator, set(devices)):
             torch.accelerator.synchronize(device)
         times = summary.clock.read(WINDOW)
-        if times is not None and self._window is not None:
-            self._rates.append(times.samples_per_s)
+        if times and self._window is not None:
+            self._rates.append(times["samples_per_s"])
         self._window = 0
 
     @override
