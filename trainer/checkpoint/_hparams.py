@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 KINDS = "evener_hparams"
 """The key of a checkpoint with the kinds of its hyperparameters, by their entry: path, kind, what else is needed."""
+EXACT = "exact_resume"
+"""The key of the state that Lightning's checkpoints do not contain, of which no hook learns."""
 _Path = tuple[Any, ...]
 _PATHS = {kind.__name__: kind for kind in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 _SPACES = {kind.__name__: kind for kind in (argparse.Namespace, types.SimpleNamespace)}
@@ -266,6 +268,7 @@ def _load_restored(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def load(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **given: Any) -> Any:
         back = restored(checkpoint, cls, given)
+        back.pop(EXACT, None)
         hparams = back.get(cls.CHECKPOINT_HYPER_PARAMS_KEY)
         if isinstance(hparams, Container):  # Lightning gives it what it has resolved
             back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]

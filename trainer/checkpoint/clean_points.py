@@ -27,14 +27,11 @@ from ...strategies.registry import ranks_of
 from ..loggers import journal
 from . import _run_state
 from ._callback import Checkpoint
-from ._hparams import class_name, restored
+from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
 from .file_io import CheckpointError
-
-EXACT = "exact_resume"
-"""The checkpoint key of the state that Lightning's checkpoints do not contain."""
 
 
 class ExactCheckpoints(_CheckpointConnector):

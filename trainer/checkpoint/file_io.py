@@ -158,12 +158,12 @@ def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def load(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = own(path, map_location, *args, **kwargs)
+        if isinstance(checkpoint, dict):
+            checkpoint.pop(_MARK, None)
         if not (isinstance(path, (str, Path)) and isinstance(checkpoint, dict) and SHARDS in checkpoint):
             return checkpoint
-        whole = read(path)
-        if isinstance(map_location, (str, torch.device)):
-            return map_tensors(whole, lambda tensor: tensor.to(map_location))
-        return whole
+        moves = isinstance(map_location, (str, torch.device))
+        return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
 
     return load
 
