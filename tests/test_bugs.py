@@ -104,27 +104,11 @@ def test_a_process_of_ours_starts_without_a_warning(process: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=300, check=False).returncode == 0
 
 
-class OwnLoader(DataLoader[Any]):
-    """A loader whose class is found by its name."""
-
-
-@pytest.mark.parametrize("cls", [DataLoader, OwnLoader])
-def test_a_loader_that_was_made_resumable_can_be_pickled(cls: type[DataLoader[Any]]) -> None:
-    # It became an object of a class that is made at run time, under a name that leads to another class.
-    train = cls(list(range(6)), batch_size=2, shuffle=True)
-    make_resumable(train, rank=0)
-    next(iter(train))
-    copied = pickle.loads(pickle.dumps(train))
-    assert type(copied) is cls
-    assert sorted(torch.cat(list(copied)).tolist()) == list(range(6))
-
-
 def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:
     # Python's queue drops such an object with no more than a traceback, and training waited for it for ever.
     train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock())
-    make_resumable(train, rank=0)
     with pytest.raises(RuntimeError, match=r"worker \(pid.* exited unexpectedly"):
-        list(train)
+        list(make_resumable(train, rank=0))
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")  # Lightning's own word on it

@@ -137,7 +137,7 @@ class Watch(pl.Callback):
         assert trainer.fit_loop._data_fetcher.combined_loader is combined
         batches = combined._iterator
         assert isinstance(batches, _MaxSizeCycle)
-        assert combined._iterables is combined._flattened[0]
+        assert combined._spec.num_nodes == 1
         assert batches._idx == batch_idx + 1
         assert batches._consumed == [False]
         logged = epoch._results["training_step.loss"]

@@ -1,4 +1,4 @@
-"""Save and restore the position of a stock DataLoader within an epoch, so that a run resumes at the next sample.
+"""Save and restore the position of a loader within an epoch, so that a run resumes at the next sample.
 
 The samples of an epoch depend on the order in which the sampler yields indices, the number of batches taken, and the
 random numbers of augmentation. The order is reproduced from the random state in which the sampler started; batches
@@ -10,16 +10,14 @@ own, derived from the epoch's seed, the rank and the batch's index.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
@@ -28,36 +26,30 @@ from ...strategies.data.torch_loader import next_of
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
-_Read: TypeAlias = Callable[[], Iterator[Any]]
 _POSITION = {"position", "seed", "start", "generators"}
 
 
 def make_resumable(loader: Any, rank: int) -> Any:
-    """Let a loader track its position: a DataLoader by changing the object's class to a subclass.
+    """Wrap a loader, so that it tracks its position; it is not changed itself.
 
-    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it. An iterable that is no
-    DataLoader is replaced by one that reads it.
+    Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it.
     """
-    if not isinstance(loader, (Stream, DataLoader)) and not hasattr(loader, "state_dict"):
-        loader = _Reread(loader)
     if isinstance(loader, Stream) and not is_resumable(loader):
-        loader.__class__ = _subclass(ResumableStream, type(loader))
+        # if all ranks read the same stream, as one device does, its workers have the same seeds, too
         if isinstance(loader.loader, DataLoader):
-            # if all ranks read the same stream, as one device does, its workers have the same seeds, too
-            make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
-    elif isinstance(loader, DataLoader) and not hasattr(loader, "state_dict"):
-        loader.__class__ = _subclass(ResumableLoader, type(loader))
-    elif (
-        isinstance(loader, DataLoader) and not isinstance(loader, (Resumable, ReadAhead)) and sized_len(loader) is None
-    ):
-        loader.__class__ = _subclass(ReadAhead, type(loader))
-    if isinstance(loader, ResumableLoader):
+            loader.loader = make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
+        return Resumable(loader)
+    if is_resumable(loader):
         loader.rank = rank
-    return loader
+        return loader
+    if hasattr(loader, "state_dict"):
+        ends_unknown = isinstance(loader, DataLoader) and sized_len(loader) is None
+        return ReadAhead(loader) if ends_unknown and not isinstance(loader, ReadAhead) else loader
+    return ResumableLoader(loader, rank) if isinstance(loader, DataLoader) else Resumable(loader)
 
 
 def is_resumable(loader: Any) -> bool:
-    """Whether `make_resumable` has changed this loader."""
+    """Whether `make_resumable` has made this loader, and it has no state of its own."""
     return isinstance(loader, Resumable)
 
 
@@ -71,7 +63,7 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
         if is_resumable(loader) != _POSITION.issubset(state):
             raise CheckpointError(
-                f"The checkpoint can't tell a {type(loader).__name__} where it was, since the run that wrote it read "
+                f"The checkpoint can't tell a {loader.__class__.__name__} where it was, since the run that wrote it read "
                 "its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
@@ -91,34 +83,49 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
             )
 
 
-@cache
-def _subclass(resumable: type, cls: Any) -> Any:
-    def reduce_as_plain(self: Any, protocol: Any) -> Any:
-        # Pickle and copy as the original class, which can be imported; a trainer makes copies resumable again.
-        maker, args, *rest = cls.__reduce_ex__(self, protocol)
-        if maker.__name__ == "__newobj__":  # which pickle allows for the object's own class only
-            maker = _new
-        return (maker, tuple(cls if arg is type(self) else arg for arg in args), *rest)
+class _Around:
+    """A loader around another one, for which it passes: it has its attributes and its class."""
 
-    members = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": reduce_as_plain}
-    return type(cls.__name__, (resumable, cls), members)
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def __class__(self) -> Any:
+        return self.loader.__class__
+
+    @property
+    def evener_original(self) -> Any:
+        """The user's loader, where this one is given to a trainer once more; see `RankLoaders`."""
+        return getattr(self.loader, "evener_original", self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # TypeError if it has none
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator on which Lightning shuts down workers."""
+        return self.loader._iterator  # AttributeError if it has none
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
 
 
-def _new(cls: Any, *args: Any) -> Any:
-    return cls.__new__(cls, *args)
-
-
-class ReadAhead(DataLoader[Any]):
+class ReadAhead(_Around):
     """A loader with a state of its own whose end is unknown, so that a batch more is read than is trained on."""
 
     before: Any = None
     """The state before the last batch was read."""
 
-    def __iter__(self) -> Any:
-        batches = super().__iter__()
-        stateful: Any = self
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
         while True:
-            self.before = copy.deepcopy(stateful.state_dict())
+            self.before = copy.deepcopy(self.loader.state_dict())
             try:
                 batch = next(batches)
             except StopIteration:
@@ -126,22 +133,13 @@ class ReadAhead(DataLoader[Any]):
             yield batch
 
 
-class _Reread(Stream):
-    """Reads an iterable that is no DataLoader, in one process."""
+class Resumable(_Around):
+    """An iterable with a position: batches already taken are read again, with the same random numbers."""
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
-
-
-class Resumable:
-    """A loader with a position, made by `make_resumable`."""
-
-    __slots__ = ()  # so that an object's class can be changed to it
     is_idle = False
     """Whether it is asked for batches that nobody takes; see `ResumingFitLoop.setup_data`."""
+    rank = 0
+    _seed = 0
     _position = 0
     _start: dict[str, Any] | None = None
     _resumed: dict[str, Any] | None = None
@@ -152,8 +150,9 @@ class Resumable:
 
         That of a stream is one from which a `ResumableLoader` goes on, on one device.
         """
-        owner = getattr(self, "loader", self)
-        own = {"position": self._position, "seed": getattr(owner, "_seed", 0), "start": self._start}
+        inner = self.loader.loader if isinstance(self.loader, Stream) else None
+        seed = inner._seed if is_resumable(inner) else self._seed
+        own = {"position": self._position, "seed": seed, "start": self._start}
         return {**own, "generators": [generator.get_state() for generator in self._generators()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,6 +163,12 @@ class Resumable:
         """Restore the generators of the loader and its sampler for a new epoch."""
         for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
             generator.set_state(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_idle:
+            return iter(())
+        self._take_position()
+        return self._counted(lambda: self._begun(lambda: iter(self.loader), self._read_again))
 
     def _generators(self) -> list[Generator]:
         return []
@@ -194,36 +199,40 @@ class Resumable:
     def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in range(self._position):
             next(batches)
+        _drop_shares(self.loader, self._position)
         return batches
 
-
-class ResumableStream(Stream, Resumable):
-    """A stream with a position: batches already taken are read again, with the same random numbers."""
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.is_idle:
-            return iter(())
-        self._take_position()
-        return self._run(super().__iter__)  # pyright: ignore  # the stream's own class, next in the MRO
-
-    def _run(self, read: _Read) -> Iterator[Any]:
-        for batch in self._begun(read, self._read_again):
+    def _counted(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        fetch = next_of(begin())
+        while True:
+            try:
+                batch = fetch()
+            except StopIteration:
+                return
             self._position += 1
             yield batch
 
-    def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
-        batches = super()._read_again(batches)
-        shares = self.passes.latest.shares
-        for _ in range(min(self._position, len(shares))):
-            shares.popleft()
-        return batches
 
+class ResumableLoader(Resumable):
+    """A DataLoader with a position; a copy of it is read, with a sampler that starts there."""
 
-class ResumableLoader(DataLoader[Any], Resumable):
-    """A DataLoader with a position."""
+    def __init__(self, loader: DataLoader[Any], rank: int) -> None:
+        super().__init__(loader)
+        self.rank = rank
+        self._copy: Any = copy.copy(loader)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        start = self._copy._get_iterator
+        # DataLoader refuses such an assignment on a loader in use; this one is new
+        own = {"_iterator": None, name: _Indices(self, getattr(loader, name))}
+        vars(self._copy).update(own, _get_iterator=lambda: start_workers(self._copy, start))
 
-    rank = 0
-    _seed = 0
+    @property
+    def _iterator(self) -> Any:
+        return self._copy._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._copy._iterator = iterator
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_samples": self.num_samples()}
@@ -232,30 +241,16 @@ class ResumableLoader(DataLoader[Any], Resumable):
         """The length of the dataset; None for a stream."""
         return None if isinstance(self.dataset, IterableDataset) else sized_len(self.dataset)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         if self.is_idle:
             return iter(())
         resumed = self._take_position()
         self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
         if self.persistent_workers and self._iterator is not None:
             self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
-        if isinstance(self.dataset, IterableDataset):
-            return self._count(self._begun(super().__iter__, self._read_again))
-        return self._count(super().__iter__())
-
-    @property
-    def _index_sampler(self) -> Any:
-        return _Indices(self, super()._index_sampler)
-
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        fetch, state = next_of(batches), vars(self)  # torch's __setattr__ is a Python function
-        while True:
-            try:
-                batch = fetch()
-            except StopIteration:
-                return
-            state["_position"] += 1
-            yield batch
+        is_stream = isinstance(self.dataset, IterableDataset)
+        batches = self._begun(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
+        return self._counted(lambda: batches)
 
     def begin(self, base: Any) -> Iterator[Any]:
         """Start the sampler, and skip the batches already taken.
@@ -269,9 +264,7 @@ class ResumableLoader(DataLoader[Any], Resumable):
         def skip(units: Iterator[Any]) -> Iterator[Any]:
             # Take one more, so that a sampler which draws its order at the first index has done so.
             head = list(islice(units, self._position, self._position + 1))
-            if isinstance(base, RankBatches):
-                for _ in range(self._position):
-                    base.passes.latest.shares.popleft()
+            _drop_shares(base, self._position)
             return chain(head, units)
 
         return self._begun(lambda: _numbered(base, iter(ordered)) if self.num_workers else iter(ordered), skip)
@@ -281,10 +274,6 @@ class ResumableLoader(DataLoader[Any], Resumable):
         own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
         return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
-
-    @override
-    def _get_iterator(self) -> Any:
-        return start_workers(self, super()._get_iterator)
 
     def _agreed_seed(self) -> int:
         """The seed that torch's iterator will draw for this epoch, the same on all ranks that share the loader."""
@@ -299,25 +288,29 @@ class ResumableLoader(DataLoader[Any], Resumable):
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
 
-class _Indices:
+class _Indices(_Around):
     """A loader's index sampler, started at the loader's position."""
 
-    def __init__(self, loader: ResumableLoader, base: Any) -> None:
-        self._loader = loader
-        self._base = base
-
-    def __len__(self) -> int:
-        return len(self._base)
+    def __init__(self, owner: ResumableLoader, base: Any) -> None:
+        super().__init__(base)
+        self._owner = owner
 
     def __iter__(self) -> Iterator[Any]:
-        loader, is_stream = self._loader, isinstance(self._loader.dataset, IterableDataset)
-        units = loader.begin(self._base)
-        if not loader.num_workers:
+        owner, is_stream = self._owner, isinstance(self._owner.dataset, IterableDataset)
+        units = owner.begin(self.loader)
+        if not owner.num_workers:
             yield from units
             return
         for place, indices in units:
-            entropy = (loader._seed, loader.rank, place) if is_stream else (loader._seed, place)
+            entropy = (owner._seed, owner.rank, place) if is_stream else (owner._seed, place)
             yield Seeded(entropy, indices, not is_stream and type(indices) is list)
+
+
+def _drop_shares(source: Any, num: int) -> None:
+    """Drop a rank's shares of batches that were read again."""
+    shares = source.passes.latest.shares if isinstance(source, (Stream, RankBatches)) else ()
+    for _ in range(min(num, len(shares))):
+        shares.popleft()
 
 
 def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:

@@ -19,7 +19,7 @@ from ...strategies.core.module_checks import is_users
 from ...strategies.core.patching import replaced
 from ...strategies.registry import ranks_of
 from . import _run_state
-from ._loader_state import make_resumable
+from ._loader_state import is_resumable, make_resumable
 
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
@@ -145,15 +145,6 @@ class SeparateEvaluation(_EvaluationLoop):
         combined = self._combined_loader
         if combined is None or combined is before or not fits:
             return
-        trained_on = [] if trained is None else list(map(id, trained.flattened))
-        combined.flattened = [_copy_of(part) if id(part) in trained_on else part for part in combined.flattened]
-        for loader in combined.flattened:
-            make_resumable(loader, self.trainer.global_rank)
-
-
-def _copy_of(loader: Any) -> Any:
-    """A loader with a position, and workers, of its own."""
-    other = copy.copy(loader)
-    if hasattr(other, "_iterator"):
-        other._iterator = None
-    return other
+        # a loader that training reads, too, has a position, and workers, of its own here
+        own = (part.loader if is_resumable(part) else part for part in combined._flattened)
+        combined._flattened = [make_resumable(part, self.trainer.global_rank) for part in own]

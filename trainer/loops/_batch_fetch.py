@@ -51,7 +51,7 @@ class OneLoader:
             and type(combined) is CombinedLoader
             and type(iterator := cast(Any, combined._iterator)) in (_MaxSizeCycle, _Sequential)
             and len(iterator.iterables) == len(iterator.iterators) == 1
-            and combined._iterables is combined._flattened[0]
+            and combined._spec.num_nodes == 1
         )
 
     def __next__(self) -> Batch:

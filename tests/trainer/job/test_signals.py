@@ -259,8 +259,7 @@ def orphan(worker_pid: Path, method: str) -> None:
     loader = DataLoader(
         Slow(), 1, num_workers=1, multiprocessing_context=method, worker_init_fn=partial(late, worker_pid)
     )
-    make_resumable(loader, 0)
-    batches = iter(loader)
+    batches = iter(make_resumable(loader, 0))
     time.sleep(300)
     next(batches)
 
@@ -296,8 +295,7 @@ import multiprocessing, time, torch
 from torch.utils.data import DataLoader, TensorDataset
 from evener.trainer.checkpoint._loader_state import make_resumable
 loader = DataLoader(TensorDataset(torch.arange(6.0)), 2, num_workers=1, multiprocessing_context="forkserver")
-make_resumable(loader, 0)
-print([batch[0].tolist() for batch in loader])
+print([batch[0].tolist() for batch in make_resumable(loader, 0)])
 other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,))
 other.start()
 other.terminate()
