@@ -167,7 +167,6 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         if self._interval is not None:
             self._interval.start()
 
@@ -175,9 +174,6 @@ class Checkpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        if not _has_clean_points(trainer):
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            return
         step = trainer.global_step
         if self.snapshots is not None:
             self.snapshots.mark(trainer)
@@ -196,9 +192,6 @@ class Checkpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking and self.monitor is not None:
             _verify_spelling(self.monitor, trainer.callback_metrics)
-        if not _has_clean_points(trainer):
-            super().on_validation_end(trainer, pl_module)
-            return
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._validated = True
@@ -211,15 +204,11 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _has_clean_points(trainer):
-            super().on_train_epoch_end(trainer, pl_module)
-        elif self._epoch_counts(trainer):
+        if self._epoch_counts(trainer):
             self._mark(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _has_clean_points(trainer):
-            super().on_train_end(trainer, pl_module)
         if self._io is not None:
             self._io.wait()
         self._settle(trainer)
@@ -238,7 +227,11 @@ class Checkpoint(ModelCheckpoint):
         return bool(self.save_last) and not fresh and not getattr(trainer, "fast_dev_run", False)
 
     def _mark(self, trainer: pl.Trainer) -> None:
+        """Have a checkpoint written at the next clean point; Lightning's own trainer has none, and saves at once."""
         self.due = self._best_due = not getattr(trainer, "fast_dev_run", False)  # which saves nothing
+        at_once = self.due and not hasattr(trainer.fit_loop, "has_clean_points")
+        if at_once and self._last_global_step_saved != trainer.global_step:
+            self.save(trainer)
 
     def _epoch_counts(self, trainer: pl.Trainer) -> bool:
         return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
@@ -400,10 +393,6 @@ def _verify_spelling(monitor: str, logged: Iterable[str]) -> None:
 def _num_batches(trainer: pl.Trainer) -> int:
     """Batches trained on so far, in all epochs."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
-
-
-def _has_clean_points(trainer: pl.Trainer) -> bool:
-    return getattr(trainer.fit_loop, "has_clean_points", False)
 
 
 def _flush_logs(trainer: pl.Trainer) -> None:

@@ -34,14 +34,14 @@ def make_resumable(loader: Any, rank: int) -> Any:
 
     Loaders with a `state_dict` of their own (torchdata's `StatefulDataLoader`) keep it.
     """
-    if isinstance(loader, Stream) and not is_resumable(loader):
+    if isinstance(loader, Resumable):
+        loader.rank = rank
+        return loader
+    if isinstance(loader, Stream):
         # if all ranks read the same stream, as one device does, its workers have the same seeds, too
         if isinstance(loader.loader, DataLoader):
             loader.loader = make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
         return Resumable(loader)
-    if is_resumable(loader):
-        loader.rank = rank
-        return loader
     if hasattr(loader, "state_dict"):
         ends_unknown = isinstance(loader, DataLoader) and sized_len(loader) is None
         return ReadAhead(loader) if ends_unknown and not isinstance(loader, ReadAhead) else loader
@@ -63,8 +63,8 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
         if is_resumable(loader) != _POSITION.issubset(state):
             raise CheckpointError(
-                f"The checkpoint can't tell a {loader.__class__.__name__} where it was, since the run that wrote it read "
-                "its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
+                f"The checkpoint can't tell a {loader.__class__.__name__} where it was, since the run that wrote it "
+                "read its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
         if not isinstance(loader, ResumableLoader):
@@ -95,7 +95,7 @@ class _Around:
         return getattr(self.loader, name)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody may set it
         return self.loader.__class__
 
     @property
@@ -150,7 +150,7 @@ class Resumable(_Around):
 
         That of a stream is one from which a `ResumableLoader` goes on, on one device.
         """
-        inner = self.loader.loader if isinstance(self.loader, Stream) else None
+        inner: Any = self.loader.loader if isinstance(self.loader, Stream) else None
         seed = inner._seed if is_resumable(inner) else self._seed
         own = {"position": self._position, "seed": seed, "start": self._start}
         return {**own, "generators": [generator.get_state() for generator in self._generators()]}
@@ -308,7 +308,7 @@ class _Indices(_Around):
 
 def _drop_shares(source: Any, num: int) -> None:
     """Drop a rank's shares of batches that were read again."""
-    shares = source.passes.latest.shares if isinstance(source, (Stream, RankBatches)) else ()
+    shares: Any = source.passes.latest.shares if isinstance(source, (Stream, RankBatches)) else ()
     for _ in range(min(num, len(shares))):
         shares.popleft()
 
