@@ -99,8 +99,7 @@ class FSDPStrategy(RankStrategy):
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
         others = {"recompute": recompute != "never", "sync_batchnorm": sync_batchnorm, "weights": weights is not None}
         self._allow_view(global_view, partial(WholeBatchOfShards, self, self.shards, find_unused_parameters), others)
-        if weights is not None:
-            self.balance = RankBalance(self.strategy_name, weights, hysteresis=0.0)
+        self.balance = RankBalance(self.strategy_name, weights)
 
     @override
     @contextmanager
@@ -144,8 +143,7 @@ class FSDPStrategy(RankStrategy):
                 checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self.balance is not None:
-            self.balance.kept.save(checkpoint)
+        self.balance.kept.save(checkpoint)
         writers = Writers(self.is_global_zero, self.broadcast, self.group.timeout_s)
         io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, writers)
 
@@ -154,8 +152,7 @@ class FSDPStrategy(RankStrategy):
         if (io := self._shard_io) is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
         checkpoint = io.load_shards(checkpoint_path, self.global_rank, self.num_together)
-        if self.balance is not None:
-            self.balance.kept.load(checkpoint)
+        self.balance.kept.load(checkpoint)
         return checkpoint
 
     @override

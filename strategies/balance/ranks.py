@@ -75,15 +75,15 @@ class RankTimer:
 
 
 class RankBalance:
-    """The policy of the balanced DDP strategies; with `auto` it measures, and agrees with the other ranks.
+    """How ranks share a global batch; with `auto` it measures, and agrees with the other ranks.
 
     Args:
         strategy: name of the strategy, which begins messages.
-        weights: share of each rank, or `auto`.
+        weights: share of each rank, or `auto`; None for even ones.
         hysteresis: fraction of the slowest rank's time that new shares must save to be adopted.
     """
 
-    def __init__(self, strategy: str, weights: Weights, hysteresis: float) -> None:
+    def __init__(self, strategy: str, weights: Weights | None = None, hysteresis: float = 0.0) -> None:
         self.kept = KeptController(strategy, "ranks")
         self._strategy = strategy
         self._weights = weights
@@ -95,7 +95,7 @@ class RankBalance:
     @property
     def policy(self) -> Policy:
         """The policy that divides the next global batch."""
-        if not isinstance(self._weights, str):
+        if self._weights is not None and not isinstance(self._weights, str):
             return Weighted(tuple(self._weights))
         controller = self.kept.controller
         return Even() if controller is None else Weighted(tuple(controller.shares))

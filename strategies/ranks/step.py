@@ -173,8 +173,7 @@ class RankStep(StepContract):
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
         counts, module = shares.counts, self._module
-        if strategy.balance is not None:
-            strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
+        strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         reader = self.reader
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
@@ -249,7 +248,7 @@ class RankStep(StepContract):
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
         if module.automatic_optimization and not strategy.layout.cut_by:
             step = self.reader.reading(step, self.shares.num or num_samples(args[0]) or 1)
-        with nullcontext() if strategy.balance is None else strategy.balance.forward():
+        with strategy.balance.forward():
             call = partial(step, "training_step", *args, **kwargs)
             if strategy.layout.cut_by or not self.shares.counts:
                 self.reader.values.begin()
@@ -293,8 +292,7 @@ class RankStep(StepContract):
             self._read(loss)
         loss = self.shares.scaled(loss, weighs_in_loop(self._trainer))
         strategy.sync.begin_backward(loss)
-        if strategy.balance is not None:
-            strategy.balance.begin_backward()
+        strategy.balance.begin_backward()
         return loss
 
     def _read(self, loss: Tensor) -> None:
@@ -320,9 +318,7 @@ class RankStep(StepContract):
         """Complete the gradients of this process, and those of the ranks."""
         strategy = self._strategy
         strategy.sync.finish_backward()
-        if strategy.balance is not None:
-            share = self.shares.current
-            strategy.balance.finish_backward(0.0 if share is None else share.num, strategy.loaders.exchange)
+        strategy.balance.finish_backward(self.shares.num or 0.0, strategy.loaders.exchange)
 
     @override
     def changes_update(self, optimizer: Optimizer) -> bool:

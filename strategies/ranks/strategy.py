@@ -24,7 +24,6 @@ from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.exact.verifier import PartsDiffer
 from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
-from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures
 from ..batch.whole.gathering import gathered, simulated_ranks
 from ..core.errors import ConfigError
@@ -66,7 +65,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     layout: how this process uses its devices
     contract: this rank's steps
     sync: how gradients become those of the global batch
-    balance: shares of the ranks that are not even
+    balance: shares of the ranks
 
     Args:
         batch_size_is, batch_dims, recompute, verify: as in `DDPStrategy`.
@@ -93,7 +92,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     whole_sync: Callable[[], GradientSync] | None = None
     """Makes what computes whole batches on all ranks together; None if the strategy can't, or is not to."""
 
-    balance: RankBalance | None = None
     devices_per_process = 1
     shard_optimizer = False
 
@@ -126,6 +124,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.recompute = Recompute(recompute, self.strategy_name)
         self.contract = RankStep(self, verify)
         self.sync = GradientSync(self)
+        self.balance = RankBalance(self.strategy_name)
         self._given_start_method: StartMethod | None = start_method
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
@@ -226,8 +225,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     def _begin_loaders(self) -> None:
         trainer = self.trainer
-        if self.balance is not None:
-            self.balance.begin(self.world_size)
+        self.balance.begin(self.world_size)
         connector = trainer._accelerator_connector
         if self.group.trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
@@ -313,14 +311,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True))
 
     @property
-    def policy(self) -> Policy:
-        """The policy that divides a global batch among the ranks."""
-        return Even() if self.balance is None else self.balance.policy
-
-    @property
     def controller(self) -> BalanceController | None:
         """What measures and decides the shares of the ranks; None if nothing is measured."""
-        return None if self.balance is None else self.balance.kept.controller
+        return self.balance.kept.controller
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -440,8 +433,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
             self._loaders = self.sync.loaders_of(
-                self._read_as, self.world_size, self.batch_size_is, self.broadcast, self.group.sum_beside, self.policy,
-                1 + needs_two_samples(self.module), self.structures.of_stream, self.sync.evaluates_together,
+                self._read_as, self.world_size, self.batch_size_is, self.broadcast, self.group.sum_beside,
+                self.balance.policy, 1 + needs_two_samples(self.module), self.structures.of_stream,
+                self.sync.evaluates_together,
             )  # fmt: skip
         return self._loaders
 
@@ -531,15 +525,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.balance is not None:
-            self.balance.kept.save(checkpoint)
+        self.balance.kept.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.balance is not None:
-            self.balance.kept.load(checkpoint)
+        self.balance.kept.load(checkpoint)
         return checkpoint
 
     @override

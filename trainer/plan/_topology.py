@@ -100,8 +100,8 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
     stages = strategy.stage_options or StageOptions()
     owners = num_ranks if strategy.shard_optimizer else 1
     return Topology(
-        name, num_devices, num_stages, num_ranks, False, per_rank, strategy.policy, buckets, stages.num_microbatches,
-        stages.schedule, owners,
+        name, num_devices, num_stages, num_ranks, False, per_rank, strategy.balance.policy, buckets,
+        stages.num_microbatches, stages.schedule, owners,
     )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: i
     if num_ranks % strategy.shards.replicas:
         raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.shards.replicas} groups.")
     return Topology(
-        name, num_devices, num_ranks=num_ranks, is_per_rank=per_rank, policy=strategy.policy,
+        name, num_devices, num_ranks=num_ranks, is_per_rank=per_rank, policy=strategy.balance.policy,
         num_shards=num_ranks // strategy.shards.replicas,
     )  # fmt: skip
 
