@@ -29,7 +29,7 @@ from .objects import gather_objects, sends_cpu_tensors
 
 _SAMPLED = 256
 """Elements per tensor that are compared; initial weights drawn under another seed differ in all of them."""
-_ROUNDED = 32
+_ROUNDED = 8
 """Units in the last place of its norm by which an optimizer's step on another kind of device may differ."""
 
 

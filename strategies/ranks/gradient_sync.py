@@ -214,12 +214,11 @@ class ReducedParameters:
     """Records the parameters of a module at the time it was wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = list(module.parameters())
-        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._others = [parameter for parameter in self._parameters if not parameter.requires_grad]
-        self._num_optimized: list[int] = []
         self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         """Names and parameters that are reduced, in the wrapper's order."""
+        self._trained = [parameter for _, parameter in self.reduced]
+        self._others = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._num_optimized: list[int] = []
 
     def changed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
@@ -234,10 +233,7 @@ class ReducedParameters:
         return [parameter for parameter in self._trained if not parameter.requires_grad]
 
     def _has_new(self, optimizers: Sequence[Optimizer]) -> bool:
-        num = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
-        if num == self._num_optimized:
-            return False
-        self._num_optimized = num
-        known = {id(parameter) for parameter in self._parameters}
-        groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-        return any(id(parameter) not in known for group in groups for parameter in group)
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        before, self._num_optimized = self._num_optimized, list(map(len, groups))
+        known = set(map(id, self._trained + self._others)) if before != self._num_optimized else set[int]()
+        return bool(known) and any(id(parameter) not in known for group in groups for parameter in group)

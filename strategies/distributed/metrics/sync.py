@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric, PearsonCorrCoef
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
@@ -214,13 +213,6 @@ def _window_states(window: Running, marks: list[Mark]) -> dict[str, list[tuple[P
 
 def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
     """Keep the parts of the last updates of all ranks, as many as the window holds."""
-    base = window.base_metric
-    for name, reduction in base._reductions.items():
-        if reduction not in (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min):
-            raise ConfigError(
-                f"Running({type(base).__name__}): the reduction of its state {name!r} is not a sum, concatenation, "
-                "minimum or maximum, so that ranks can't combine it batch by batch. Use the metric without Running."
-            )
     places = sorted({at for rank in ranks for own in rank.states.values() for at, _ in own})[-window.window :]
     return [
         rank._replace(states={name: [one for one in own if one[0] in places] for name, own in rank.states.items()})
