@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
@@ -35,11 +36,12 @@ class SyncedBatchNorm(_BatchNorm):
         mean, variance, num = _global_moments(values, self.counts)
         if self.training and self.track_running_stats:
             self._track(mean.detach(), (variance * num / (num - 1)).detach())
-        shape = [1, -1, *[1] * (input.dim() - 2)]
-        output = (values - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
-        if self.affine:
-            output = output * self.weight.view(shape) + self.bias.view(shape)
-        return output.to(input.dtype)
+        # torch's kernel takes moments for constants: how the output depends on them stands in its weight and bias
+        at = mean.detach(), variance.detach()
+        scale = torch.rsqrt(variance + self.eps) * (self.weight if self.affine else 1.0)
+        shift = (at[0] - mean) * scale + (self.bias if self.affine else 0.0)
+        weight = scale * torch.sqrt(at[1] + self.eps)
+        return F.batch_norm(values, *at, weight, shift, eps=self.eps).to(input.dtype)
 
     @override
     def _check_input_dim(self, input: Tensor) -> None:
@@ -72,10 +74,8 @@ def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tenso
     """
     dims, num_channels = [0, *range(2, values.dim())], values.shape[1]
     num = counts * values.numel() // num_channels
-    total = values.sum(dims)
-    own_mean = total / max(1, values.numel() // num_channels)
-    squares = (values - own_mean.view(1, -1, *[1] * (values.dim() - 2))).square().sum(dims)
-    own = torch.cat([total * counts, squares * counts, values.new_full((1,), num)])
+    both = torch.var_mean(values, dims, correction=0) if values.numel() else (values.sum(dims),) * 2
+    own = torch.cat([both[1] * num, both[0] * num, values.new_full((1,), num)])
     others = torch.zeros_like(own)
     table = _SumOverRanks.apply(
         torch.stack([own if rank == dist.get_rank() else others for rank in range(dist.get_world_size())])

@@ -155,7 +155,7 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
         ranks = ranks_of(strategy)
         if ranks is None or ranks.batch_size_is == "per_device":
             return [batch_size] * world, "rank"
-        return ranks.policy.sizes(batch_size, world), "rank"
+        return ranks.balance.policy.sizes(batch_size, world), "rank"
     layout = layout_of(strategy)
     if isinstance(layout, ReplicaLayout):
         return layout.policy.sizes(batch_size, len(layout.blocks)), "replica"
