@@ -63,9 +63,6 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, if they differ; every rank must call it.
 
     Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
-
-    Args:
-        root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = {name: tensor for name, tensor in named if is_plain(tensor)}
@@ -75,17 +72,20 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
 
 
 def _sample(tensor: Tensor) -> tuple[float, float]:
-    """The sum and the norm of some elements of a tensor."""
+    """The sum of some elements of a tensor, and their sum weighted by their places."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0.0, 0.0
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
-    values = values.cpu().to(torch.complex128 if values.is_complex() else torch.float64).abs()
+    some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].cpu()
+    values = (torch.view_as_real(some).flatten() if some.is_complex() else some).double()
     return float(values.sum()), float((values * torch.arange(len(values))).sum())
 
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it."""
+    """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it.
+
+    They are sent by `root_device`, this rank's, if the group can't send CPU tensors.
+    """
     for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
         sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
         if sent.numel():
@@ -94,14 +94,7 @@ def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
 
 
 def verify_same_layout(module: nn.Module, strategy: str) -> None:
-    """Verify that all ranks train the same parameters; every rank must call it.
-
-    Args:
-        strategy: what the error names.
-
-    Raises:
-        ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
-    """
+    """Refuse ranks that train parameters of other names, shapes or types; every rank must call it."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad and is_plain(p)}
     for same in zip_longest(*gather_objects([*_layout(trained)]), fillvalue="none"):
         if len(set(same)) > 1:
@@ -119,11 +112,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 class Agreement:
-    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer.
-
-    Args:
-        strategy: what errors name.
-    """
+    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
