@@ -122,9 +122,10 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_batch_verified:
-            self._verify_batch(args[0])
+            with self.whole.where_needed("training_step"):
+                self._verify_batch(args[0])
         layout = self.layout
-        if self.controller is None or not isinstance(layout, ReplicaLayout):
+        if self.controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
             return super().training_step(*args, **kwargs)
         if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
             memory = self._num_measured < NUM_MEMORY_STEPS or self._num_measured % MEMORY_EVERY == 0
@@ -132,6 +133,9 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             self._num_measured += 1
         self._num_steps += 1
         output = super().training_step(*args, **kwargs)
+        if not layout.cuts_steps and layout.options.submodule is None:  # there is nothing to measure
+            self._pending = None
+            return output
         if layout.runner.has_met:
             self._pending = None
             self._told.info(

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from .batch.batch_dims import BatchDims
+from .batch.whole.whole_steps import GlobalView
 from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
@@ -11,7 +12,7 @@ from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
 from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
-from .ranks.strategy import GlobalView, RankStrategy
+from .ranks.strategy import RankStrategy
 
 
 class DDPStrategy(RankStrategy):
@@ -36,7 +37,8 @@ class DDPStrategy(RankStrategy):
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
         global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
             device, BatchNorm and random numbers included, but more slowly. `auto` does so for a module that trains
-            otherwise in parts of a batch; False refuses that. See docs/global_view.md.
+            otherwise in parts of a batch, where options allow it, else each rank computes all rows; False refuses it.
+            See docs/global_view.md.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -79,5 +81,6 @@ class DDPStrategy(RankStrategy):
             "recompute": recompute != "never",
             "sync_batchnorm": bool(options.get("sync_batchnorm")),
         }
-        allowed = self.strategy_name == "ddp"
-        self._allow_view(global_view, partial(WholeBatch, self), others if allowed else {"global_view": True})
+        if global_view is True and self.strategy_name != "ddp":
+            others = {"global_view": True}
+        self._allow_view(global_view, partial(WholeBatch, self), others)

@@ -13,6 +13,7 @@ from .batch.batch_dims import BatchDims
 from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
+from .batch.whole.whole_steps import OrWhole
 from .core.errors import ConfigError, verify_submodules
 from .core.options import Count, checked
 from .core.types import Device
@@ -47,12 +48,15 @@ class DataParallelStrategy(OneProcessStrategy):
             `always`, `except_last`, or names of submodules.
         shard_optimizer: cut the optimizers' state over the devices (ZeRO, stage 1): each updates some parameters.
         verify: as in `DDPStrategy`.
+        global_view: give a module that trains otherwise in parts of a batch, or whose batches can't be cut, whole ones,
+            on the first device alone (`auto`); False refuses it.
 
     Raises:
         ConfigError: an option has an invalid value.
     """
 
     strategy_name = "dp"
+    computes_whole = "on the first device alone"
 
     @checked
     def __init__(
@@ -66,8 +70,9 @@ class DataParallelStrategy(OneProcessStrategy):
         recompute: RecomputeOption = "never",
         shard_optimizer: bool = False,
         verify: bool = True,
+        global_view: OrWhole = "auto",
     ) -> None:
-        super().__init__(devices, batch_dims, verify)
+        super().__init__(devices, batch_dims, verify, global_view)
         self.replica_options = ReplicaOptions(self.strategy_name, "strategy=ddp", submodule, copy_frozen, threads)
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -11,6 +10,7 @@ from typing_extensions import override
 
 from .balance.ranks import RankBalance
 from .batch.batch_dims import BatchDims
+from .batch.whole.whole_steps import GlobalView
 from .core.errors import ConfigError
 from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
@@ -18,7 +18,7 @@ from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
 from .ranks.global_view.view import WholeBatchOfShards
 from .ranks.shard_sync import ShardSync
-from .ranks.strategy import GlobalView, RankStrategy
+from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
 from .sharding.whole import gather_tree, holds_shards, shard_entry, shard_like
@@ -98,7 +98,8 @@ class FSDPStrategy(RankStrategy):
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
         others = {"recompute": recompute != "never", "sync_batchnorm": sync_batchnorm, "weights": weights is not None}
-        self._allow_view(global_view, partial(WholeBatchOfShards, self, self.shards, find_unused_parameters), others)
+        shards = self.shards, find_unused_parameters
+        self._allow_view(global_view, lambda by_rows: WholeBatchOfShards(self, by_rows, *shards), others)
         self.balance = RankBalance(self.strategy_name, weights)
 
     @override

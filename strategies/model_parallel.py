@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from .batch.batch_dims import BatchDims
 from .batch.one_process import OneProcessStrategy
+from .batch.whole.whole_steps import OrWhole
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout
@@ -24,6 +25,8 @@ class ModelParallelStrategy(OneProcessStrategy):
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
         verify: as in `DDPStrategy`, for micro-batches.
+        global_view: give a module that trains otherwise in micro-batches, or whose batches can't be cut, whole batches
+            (`auto`); False refuses it.
         **options: options of `StageOptions`: `partition`, `num_microbatches`, `schedule`, ...
 
     Raises:
@@ -31,6 +34,7 @@ class ModelParallelStrategy(OneProcessStrategy):
     """
 
     strategy_name = "model_parallel"
+    computes_whole = "without micro-batches"
 
     further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
 
@@ -41,9 +45,10 @@ class ModelParallelStrategy(OneProcessStrategy):
         batch_dims: BatchDims | None = None,
         recompute: RecomputeOption = "never",
         verify: bool = True,
+        global_view: OrWhole = "auto",
         **options: Any,
     ) -> None:
-        super().__init__(devices, batch_dims, verify)
+        super().__init__(devices, batch_dims, verify, global_view)
         self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(**options)
 

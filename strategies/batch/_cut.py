@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import PartsDiffer
 from .tree import SHARED, Items, Path, called, children, is_array, is_sequence, rebuild, splits_itself
 
 Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
@@ -76,7 +76,7 @@ def _cut_by_itself(value: Any, sizes: list[int], name: str) -> list[Any]:
         return [type(value).from_data_list(part) for part in _slices(graphs, sizes) if part]
     parts = list(value.split(sizes))
     if len(parts) != len(sizes):
-        raise ConfigError(
+        raise PartsDiffer(
             f"{name}: {type(value).__name__}.split({sizes}) returned {len(parts)} parts. Return one per size."
         )
     return parts
@@ -87,8 +87,8 @@ def _slices(value: Any, sizes: Iterable[int]) -> list[Any]:
     return [value[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _refusal(value: Any, name: str, what: str | None = None) -> ConfigError:
-    return ConfigError(
+def _refusal(value: Any, name: str, what: str | None = None) -> PartsDiffer:
+    return PartsDiffer(
         f"{name} is a {what or type(value).__name__}, which can't be cut into chunks. Use tensors, lists, dicts or "
         "dataclasses, or give it a method split(sizes) that returns one part per size."
     )

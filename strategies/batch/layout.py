@@ -19,6 +19,7 @@ from .exact.loss_reader import LossReader
 from .losses import losses_in
 from .run_structures import RunStructures
 from .whole.over_batch import end_of_step
+from .whole.whole_steps import WholeSteps
 
 
 class Layout(Protocol):
@@ -27,14 +28,14 @@ class Layout(Protocol):
     Attributes:
         devices: the devices of the process, the root device first.
         losses: what the last training step logged, or returned, as its loss.
-        cuts_evaluation: whether batches of evaluation are cut as those of training.
+        whole: the steps that get whole batches.
         goes_backward_early: whether parts of a batch go backward before the loss of the batch is known.
         reader: reads what the losses of the parts of a batch divide by.
     """
 
     devices: list[torch.device]
     losses: list[Tensor]
-    cuts_evaluation = False
+    whole = WholeSteps()
     goes_backward_early = False
     reader: LossReader = LossReader("")
 
@@ -50,8 +51,12 @@ class Layout(Protocol):
 
     @property
     def cuts_steps(self) -> bool:
-        """Whether the module's steps see parts of a batch."""
+        """Whether the module's training steps see parts of a batch."""
         return bool(self.cut_by)
+
+    def cuts_evaluation(self, step: str) -> bool:
+        """Whether batches of a step of evaluation are cut as those of training."""
+        return False
 
     def verify(self, trainer: pl.Trainer) -> None:
         """Refuse, before anything is placed, a module or options that can't be honoured."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
@@ -26,6 +26,7 @@ from .layout import Layout, drop_layout, evaluation_step
 from .losses import weighs_in_loop
 from .run_structures import RunStructures
 from .whole.gathering import gathered
+from .whole.whole_steps import OrWhole, WholeSteps
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
@@ -34,13 +35,25 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     Args:
         devices: the devices; None takes the trainer's.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
-        verify: refuse a module that trains otherwise in parts of a batch than on the whole one, if batches are cut.
+        verify: find out whether a module trains otherwise in parts of a batch than on the whole one, if these are cut.
+        global_view: give such a module whole batches, and one whose batches can't be cut; or refuse it.
     """
 
-    def __init__(self, devices: Sequence[Device] | None, batch_dims: BatchDims | None, verify: bool = True) -> None:
+    computes_whole: str
+    """How steps compute whole batches, for the log."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None,
+        batch_dims: BatchDims | None,
+        verify: bool = True,
+        global_view: OrWhole = "auto",
+    ) -> None:
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
         self._verifies, self._is_verified = verify, False
+        self.global_view = global_view
+        self.whole = WholeSteps(self.strategy_name, self.computes_whole, global_view == "auto")
         self.reader = LossReader(self.strategy_name)
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
@@ -92,6 +105,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self.whole.names.clear()
+        self.layout.whole = self.whole
         self.layout.verify(trainer)
         self.structures = RunStructures(self._batch_dims, EvaluationLists(self.strategy_name, self._batch_dims))
         super().setup(trainer)
@@ -138,22 +153,44 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.layout.cuts_steps:
+            return self._train(*args, **kwargs)
+        with self.whole.where_needed("training_step"):  # which is known before anything has run
+            return self._train(*args, **kwargs)
+        return self._train(*args, **kwargs)
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         reader = self.reader
         reader.begin_step()
-        if not self._is_verified:
+        if not (self._is_verified or "training_step" in self.whole.names):
             self._is_verified = True
-            found = verified(self, Views(ranks=False, chunks=True), self._verifies, args)
-            reader.take(found.plans)
-            reader.values.learn("training_step", 0, found.programs, found.constants)
+            self._verify(args)
         step = self.layout.step
         if not self.layout.cuts_steps:
             step = reader.reading(step, 1)
         with self.precision_plugin.train_step_context():
             return step("training_step", *args, **kwargs)
 
+    def _verify(self, args: Sequence[Any]) -> None:
+        views, cuts = Views(ranks=False, chunks=True), self.layout.cuts_steps
+        try:
+            found = verified(self, views, self._verifies and cuts, args)
+        except PartsDiffer as exc:
+            assert self.lightning_module is not None
+            self.whole.take("training_step", exc)
+            if weighs_in_loop(self.lightning_module.trainer):
+                self.reader.take(exc.plans)
+            return
+        self.reader.take(found.plans)
+        self.reader.values.learn("training_step", 0, found.programs, found.constants)
+
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
         with context():
+            if not self.layout.cuts_evaluation(step):
+                return self.layout.step(step, *args, **kwargs)
+            with self.whole.where_needed(step):
+                return self.layout.step(step, *args, **kwargs)
             return self.layout.step(step, *args, **kwargs)
 
     validation_step, test_step = evaluation_step("val"), evaluation_step("test")
@@ -195,7 +232,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def on_validation_start(self) -> None:
         assert self.lightning_module is not None
-        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation))
+        step = "test_step" if self.lightning_module.trainer.testing else "validation_step"
+        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation(step)), whole=self.whole)
         self.layout.weights_changed()
         self.structures.lists.begin(self.lightning_module)
 

@@ -11,7 +11,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler
 
-from ..core.errors import ConfigError
+from ..core.errors import PartsDiffer
 from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
 from .samples import FewSamples, loaders_in
@@ -107,7 +107,7 @@ class RunStructures:
             path, least = min(now, key=lambda one: sum(one[1]))
             for other, size in now:
                 if any(large % small for large, small in zip(size, least, strict=True) if small):
-                    raise ConfigError(
+                    raise PartsDiffer(
                         f"The combined loaders give {sum(least)} samples for {option_key(path)!r} and {sum(size)} "
                         f"for {option_key(other)!r} in step {step}, no multiple, so that both can't be cut alike. "
                         "Give them batch sizes that divide each other and drop_last=True, or set strategy.batch_dims="

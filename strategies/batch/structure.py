@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch, Chunk, Sizes
 from ._cut import Role, cut
 from .batch_dims import REDUCTIONS, DeclaredDims
@@ -157,7 +157,7 @@ class BatchStructure:
         for (path, _), dim in self._shown.items():
             if dim not in (0, None, _OTHER) and self._declared.word(path) is None:
                 key = self._declared.key(path)
-                raise ConfigError(
+                raise PartsDiffer(
                     f"{called(path, self._root)} has samples in dimension {dim}, and batches are cut along dimension "
                     f"0. Put samples first in collate_fn, and turn it in the step (x.transpose(0, {dim})); or set "
                     f"strategy.batch_dims={{{key}: none}} to give every device all of it."
@@ -173,7 +173,7 @@ class BatchStructure:
         smallest = min(counts.values(), default=1)
         for path, num in counts.items():
             if num % smallest:
-                raise ConfigError(
+                raise PartsDiffer(
                     f"{called(path, self._root)} has {num} samples beside {smallest} of another loader, and is no "
                     "multiple of them, so that both can't be cut alike. Give the combined loaders batch sizes that "
                     f"divide each other and drop_last=True, or set strategy.batch_dims={{{self._declared.key(path)}: "
@@ -200,7 +200,7 @@ class BatchStructure:
         return counts[0][1] if counts else None
 
     def _refuse(self, path: Path, what: str, first: Path) -> None:
-        raise ConfigError(
+        raise PartsDiffer(
             f"{called(path, self._root)} {what} ({called(first, self._root)}), so it can't be cut along dimension 0. "
             "Give every value of the batch one row per sample; set strategy.batch_dims="
             f"{{{self._declared.key(path)}: none}} to give every device all of it; or put it into an object that "

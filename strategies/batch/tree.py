@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..core.errors import ConfigError
+from ..core.errors import PartsDiffer
 
 SHARED = (str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, np.generic, type(None))
 """Values that hold no samples: every chunk has them."""
@@ -93,7 +93,7 @@ def is_array(value: Any) -> bool:
         ConfigError: it is a nested tensor of strided layout, which torch gives neither a shape nor a length.
     """
     if isinstance(value, Tensor) and value.is_nested and value.layout is torch.strided:
-        raise ConfigError(
+        raise PartsDiffer(
             "a batch has a nested tensor of layout torch.strided, whose samples can't be counted or cut. Use a list "
             "with one tensor per sample, or a padded tensor and the lengths of the samples."
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +14,16 @@ class ConfigError(ValueError):
     The message is one sentence or two: what was given, what is allowed, what to do. `train.py` prints it without a
     traceback; every other exception keeps its traceback.
     """
+
+
+class PartsDiffer(ConfigError):
+    """Raised where parts of a batch can't be made, or train otherwise than the whole batch.
+
+    Attributes:
+        plans: what losses divide by, as far as that was found.
+    """
+
+    plans: Any = None
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

@@ -118,6 +118,8 @@ class Agreement:
         self._strategy = strategy
         self._handles: dict[int, RemovableHandle] = {}
         """Of optimizers that have not stepped since `begin`."""
+        self._stepped: list[RemovableHandle] = []
+        """Of those that have; an optimizer must not lose a hook while it calls its hooks."""
         self._written: list[Digest] = []
         self._num_due = 0
         """Times that the weights are to be compared before anything else happens to them."""
@@ -132,14 +134,15 @@ class Agreement:
     def end(self) -> None:
         """Compare nothing any more."""
         self._num_due = 0
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._stepped):
             handle.remove()
         self._handles.clear()
+        self._stepped.clear()
 
     def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
         self._num_due = max(1, self._num_due)
         if (handle := self._handles.pop(id(optimizer), None)) is not None:
-            handle.remove()
+            self._stepped.append(handle)
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Compare a whole tensor, too, of which this rank keeps a part."""
@@ -155,6 +158,8 @@ class Agreement:
         if not self._num_due:
             return
         self._num_due -= 1
+        while self._stepped:
+            self._stepped.pop().remove()
         weights = [*self._written, *_digests(module.named_parameters())]
         self._written = []
         ranks = gather_objects((weights, [*_digests(_computed_buffers(module))]))

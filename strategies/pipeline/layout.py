@@ -23,7 +23,7 @@ from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchStructure
 from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.executor import ThreadState
 from ..core.module_checks import has_batchnorm, hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
@@ -78,7 +78,8 @@ class StageLayout(Layout):
     @override
     def cut_by(self) -> str:
         num = self.options.num_microbatches
-        return f"num_microbatches={num}" if num > 1 and not self._gets_whole else ""
+        is_whole = self._gets_whole or "training_step" in self.whole.names
+        return f"num_microbatches={num}" if num > 1 and not is_whole else ""
 
     @override
     def verify(self, trainer: pl.Trainer) -> None:
@@ -132,7 +133,7 @@ class StageLayout(Layout):
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         step = getattr(self._module, name)
-        if self._has_moved:  # the batch was perhaps fetched before
+        if self._has_moved or name in self.whole.names:  # the batch was perhaps fetched before
             args = move_data_to_device(args, self.meeting_device)
         if self.cut_by and is_accelerator(self.stages.meeting_device):
             step = partial(self._fed, step)
@@ -239,7 +240,7 @@ class StageLayout(Layout):
     def _sizes(self, batch: Batch) -> list[int]:
         num = self._batch_structure.num_samples(batch)
         if num is None:
-            raise ConfigError(
+            raise PartsDiffer(
                 f"{self.cut_by}: the batch of type {type(batch).__name__} holds nothing to count samples by. "
                 "Set num_microbatches=1, or give the batch the methods __len__ and split(sizes)."
             )

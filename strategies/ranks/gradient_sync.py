@@ -45,9 +45,11 @@ class GradientSync:
         changes_update: whether there is something to do around an optimizer's step.
         seen_ranks: the ranks that a run sees, where they are not those that train together.
         loaders_of: makes what makes a rank's loaders.
+        computes_whole: how ranks compute whole batches, for the log.
     """
 
     evaluates_together = changes_evaluation = changes_update = False
+    computes_whole = ""
     seen_ranks: SimulatedRanks | None = None
     loaders_of: Callable[..., RankLoaders] = RankLoaders
 

@@ -19,12 +19,13 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
+from ..batch.exact.normalisers import Plan
 from ..batch.exact.verifier import Views, find_evaluated, verified
 from ..batch.layout import SingleLayout
 from ..batch.losses import WeighedLoss, loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
 from ..core.types import Batch
@@ -69,16 +70,23 @@ class RankStep(StepContract):
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
-    def begin_run(self, trainer: pl.Trainer) -> None:
-        """Begin a run with the devices and ranks that the strategy has."""
+    def begin_run(self, trainer: pl.Trainer, plans: list[Plan] | None = None) -> None:
+        """Begin a run with the devices and ranks that the strategy has.
+
+        Args:
+            plans: what losses divide by; None if that is to be found.
+        """
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
         self._was_early = False
-        self._is_verified = num_ranks == 1 and not (self._strategy.layout.cut_by or weighs_in_loop(trainer))
+        weighs = weighs_in_loop(trainer)
+        self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
         self._strategy.layout.reader = self.reader = LossReader(name)
         self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
         self.reader.values.over_ranks = num_ranks > 1
+        if plans is not None and weighs:
+            self.reader.take(plans)
         mean = self._strategy.group.mean
         self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
         self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
@@ -230,7 +238,7 @@ class RankStep(StepContract):
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
         if cut and is_weighed and not self._module.automatic_optimization:
-            raise ConfigError(
+            raise PartsDiffer(
                 f"{strategy.strategy_name}: {cut} and manual optimization: the loss is no mean over samples, which "
                 f"ranks can weight only where each has one device. Set {cut.partition('=')[0]}=1."
             )
@@ -264,7 +272,7 @@ class RankStep(StepContract):
         layout = self._strategy.layout
         if not self.stands_in():
             call = partial(layout.step, step, *args, **kwargs)
-            if layout.cuts_evaluation or step == "predict_step":
+            if layout.cuts_evaluation(step) or step == "predict_step":
                 return call()
             return self.reader.values.recorded(step, self._loader, self._module, call)
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
@@ -274,7 +282,8 @@ class RankStep(StepContract):
     def find_values(self) -> None:
         """Find out before an evaluation how what it logs follows from parts, on rank 0 for all where it can."""
         strategy = self._strategy
-        views = Views(strategy.world_size > 1, strategy.layout.cuts_evaluation)
+        step = "test_step" if self._trainer.testing else "validation_step"
+        views = Views(strategy.world_size > 1, strategy.layout.cuts_evaluation(step))
         if strategy.sync.evaluates_together:
             strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
         else:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,11 +21,11 @@ from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
-from ..batch.exact.verifier import PartsDiffer
 from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
 from ..batch.run_structures import RunStructures
 from ..batch.whole.gathering import gathered, simulated_ranks
-from ..core.errors import ConfigError
+from ..batch.whole.whole_steps import STEPS, GlobalView, WholeSteps, tell_whole
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.internals import callbacks_of
 from ..core.loop_contract import run_backward
 from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
@@ -53,9 +52,6 @@ from ..sharding.optimizer_shards import CutStates, OptimizerShards
 from .deciders import Deciders
 from .gradient_sync import GradientSync
 from .step import RankStep, recompute_weights
-
-GlobalView: TypeAlias = bool | Literal["auto"]
-"""Whether steps see whole batches; `auto`: where a module trains otherwise in parts of them."""
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -90,7 +86,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
     """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
 
     whole_sync: Callable[[], GradientSync] | None = None
-    """Makes what computes whole batches on all ranks together; None if the strategy can't, or is not to."""
+    """Makes what gives all ranks whole batches; None if they have these already, or are not to."""
+
+    global_view: GlobalView = False
 
     devices_per_process = 1
     shard_optimizer = False
@@ -132,9 +130,17 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._deciders = Deciders(self.contract.agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
+        self._whole = WholeSteps(self.strategy_name)
 
-    def _allow_view(self, view: GlobalView, whole: Callable[[], GradientSync], others: Mapping[str, bool]) -> None:
-        """Have steps see whole batches, or allow it where a module needs it; not with `others` among the options."""
+    def _allow_view(self, view: GlobalView, whole: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
+        """Have steps see whole batches, or allow it where a module needs it.
+
+        Args:
+            view: what was asked for.
+            whole: makes what computes them, each rank some rows of them or all.
+            others: options with which ranks compute all rows, and whether they were given.
+        """
+        self.global_view = view
         given = [name for name, is_given in others.items() if is_given]
         if view is True and given:
             raise ConfigError(
@@ -142,9 +148,17 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 f"with one device per process does. Leave out {', '.join(given)}."
             )
         if view is True:
-            self.sync = whole()
-        elif view == "auto" and not given:
-            self.whole_sync = whole
+            self._take_whole(whole(True))
+        elif view == "auto":
+            self.whole_sync = partial(whole, not given)
+
+    def _take_whole(self, sync: GradientSync) -> None:
+        """Give all ranks whole batches: what divides these, or joins what ranks have of them, has nothing to do."""
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        self._layer_sync, self._syncs_batchnorm = None, False
+        self.sync, self.whole_sync, self.balance = sync, None, RankBalance(self.strategy_name)
+        self._whole.names |= STEPS
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -317,8 +331,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self.sync.seen_ranks is not None:
+            self._layer_sync = None
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
+        self.layout.whole = self._whole
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)
@@ -341,17 +358,14 @@ class RankStrategy(pl_strategies.DDPStrategy):
         except PartsDiffer as exc:
             if self.whole_sync is None:
                 raise
-            rank_zero_info(
-                f"{str(exc).partition('. ')[0]}. So steps see the global batch (strategy.global_view), which is exact "
-                "but slower; evener.over_batch(fn) is faster."
-            )
             set_random_state(before)  # loaders are made once more
             self.trainer.fit_loop._combined_loader = None  # of one rank's samples
             self.contract.end()
-            self.sync = self.whole_sync()
+            self._take_whole(self.whole_sync())
+            tell_whole(self.strategy_name, exc, self.sync.computes_whole)
             self._begin_loaders()
             self.sync.begin_streams()
-            self.contract.begin_run(self.trainer)
+            self.contract.begin_run(self.trainer, exc.plans)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, and make the optimizers."""
@@ -396,7 +410,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        if self.whole_sync is not None and self.sync.seen_ranks is None:
+        if self.whole_sync is not None:
             self._choose_sync()
         self.sync.wrap(super().configure_ddp)
 
@@ -405,8 +419,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         super().setup_optimizers(trainer)
         if self.num_together > 1:
             self.contract.agreement.begin(self.optimizers)
-        if self.shard_optimizer and self.world_size > 1:
-            rank, num = self.global_rank, self.world_size
+        if self.shard_optimizer and self.num_together > 1:
+            rank, num = self.global_rank, self.num_together
             part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=partial(gather_objects, only_first=True))
             self._cut_states.cut(self.optimizers, self.strategy_name, part)
 

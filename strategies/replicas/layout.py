@@ -8,13 +8,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
 from ..batch.layout import Layout
-from ..batch.losses import chunk_losses
+from ..batch.losses import chunk_losses, losses_in
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -22,7 +23,7 @@ from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
     has_batchnorm,
@@ -69,7 +70,6 @@ class ReplicaLayout(Layout):
         stages: cuts a replica across its devices; None for one device.
     """
 
-    cuts_evaluation = True
     devices: list[torch.device]
     options: ReplicaOptions = field(default_factory=ReplicaOptions)
     policy: Policy = field(default_factory=Even)
@@ -111,12 +111,16 @@ class ReplicaLayout(Layout):
     @property
     @override
     def cut_by(self) -> str:
-        return f"devices_per_process={len(self.devices)}"
+        return "" if "training_step" in self.whole.names else f"devices_per_process={len(self.devices)}"
 
     @property
     @override
     def cuts_steps(self) -> bool:
-        return self.options.submodule is None
+        return self.options.submodule is None and "training_step" not in self.whole.names
+
+    @override
+    def cuts_evaluation(self, step: str) -> bool:
+        return self.options.submodule is None and step not in self.whole.names
 
     @override
     def verify(self, trainer: pl.Trainer) -> None:
@@ -173,9 +177,12 @@ class ReplicaLayout(Layout):
     @override
     def verify_loaders(self) -> None:
         loop = self._trainer.fit_loop
-        if self._forward is None:
-            self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
-            self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
+        if self.cuts_steps:
+            with self.whole.where_needed("training_step"):
+                self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
+        if self.cuts_evaluation("validation_step"):
+            with self.whole.where_needed("validation_step"):
+                self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -184,6 +191,8 @@ class ReplicaLayout(Layout):
         if self._forward is not None:
             output = getattr(self._module, name)(*args, **kwargs)
             return ended(self._module, output) if name == "training_step" else output
+        if name in self.whole.names:
+            return self._whole_step(name, *args, **kwargs)
         return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
 
     @override
@@ -242,6 +251,18 @@ class ReplicaLayout(Layout):
         self.losses = logs.losses
         return result
 
+    def _whole_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step on the first replica, on the whole batch."""
+        args = move_data_to_device(args, self.devices[0])  # it may wait on the host
+        is_evaluated = name in ("validation_step", "test_step")
+        block = nullcontext() if self.stages is None else self.stages.on_devices(self.blocks[0])
+        with block, self.structures.lists.of_replicas([self._module], [0], [1]) if is_evaluated else nullcontext():
+            output = getattr(self._module, name)(*args, **kwargs)
+        if name == "training_step":
+            output = ended(self._module, output)
+            self.losses = losses_in(output) if isinstance(output, dict) else []
+        return output
+
     def _run_submodule(self, inputs: BatchStructure, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a submodule's outputs for the whole batch, on the root device, where the rest of the module runs."""
         num = inputs.num_samples((args, kwargs))
@@ -292,7 +313,7 @@ class ReplicaLayout(Layout):
     def _num_samples(self, batch: Batch, structure: BatchStructure) -> int:
         num = structure.num_samples(batch)
         if not num:
-            raise ConfigError(
+            raise PartsDiffer(
                 f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
                 "tensor with rows and no list. Give tensors of shape (samples, ...), or define __len__ and "
                 "split(sizes)."

@@ -54,7 +54,7 @@ REMEDIES: dict[str, Case] = {}
 """What becomes of a case by the remedy that a message of ours names, by the case's name."""
 
 
-WHOLE = {plan: {"num_microbatches": 1} for plan in ("model_parallel", "ddp_model_parallel")}
+WHOLE = {plan: {"num_microbatches": 1} for plan in ("model_parallel", "model_parallel_in_parts", "ddp_model_parallel")}
 """The remedy of what micro-batches do not take: weights that the step writes."""
 
 

@@ -68,6 +68,7 @@ PLANS: dict[str, Plan] = {
     "dp_3": Plan(lambda **o: S.DataParallelStrategy(**o), 3),
     "balanced_dp": Plan(lambda **o: S.BalancedDataParallelStrategy(weights=[1, 2], **o), 2),
     "ddp": Plan(lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, **o), 2, 2),
+    "balanced_ddp": Plan(lambda **o: S.BalancedDDPStrategy(weights=[1, 2], timeout_s=20, **o), 2, 2),
     "ddp_global_view": Plan(
         lambda **o: S.DDPStrategy(batch_size_is="global", timeout_s=20, global_view=True, **o), 2, 2
     ),
@@ -80,9 +81,13 @@ PLANS: dict[str, Plan] = {
         4,
         2,
     ),
+    "dp_in_parts": Plan(lambda **o: S.DataParallelStrategy(**{"global_view": False, **o}), 2),
+    "model_parallel_in_parts": Plan(
+        lambda **o: S.ModelParallelStrategy(**{"num_microbatches": 2, "global_view": False, **o}), 2
+    ),
     "fsdp": Plan(lambda **o: S.FSDPStrategy(batch_size_is="global", timeout_s=20, **o), 2, 2),
 }
-STRATEGIES = [name for name in PLANS if name not in (STOCK, REFERENCE)]
+STRATEGIES = [name for name in PLANS if name not in (STOCK, REFERENCE) and not name.endswith("_in_parts")]
 WORDS = ("equal", "exception", "remedied", "refused", "late", "raw", "warned", "wrong", "unsound")
 """`remedied`: equal (or an exception) with the remedy that a message of ours names, of a module that is none of that
 untouched; `refused`: a ConfigError before the first step; `late`: a sentence of ours later, or of another type; `raw`:

@@ -541,8 +541,9 @@ X, Y = torch.randn(4, FEATURES, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
 )
 def test_batches_that_cannot_be_cut_are_refused(batch: Any, message: str) -> None:
     loader = torch.utils.data.DataLoader(Batches(batch), batch_size=None)
+    trainer = make_trainer(CASES["ragged"], DataParallelStrategy(global_view=False), devices=2, limit_val_batches=0)
     with pytest.raises(ConfigError, match=message):
-        make_trainer(CASES["ragged"], "dp", devices=2, limit_val_batches=0).fit(Net().double(), loader, loader)
+        trainer.fit(Net().double(), loader, loader)
 
 
 class VectorLoss(Net):

@@ -76,10 +76,11 @@ def test_a_batch_that_cannot_be_counted_is_refused() -> None:
             """Nothing to validate."""
 
     loader = torch.utils.data.DataLoader([{"a": None}] * 2, batch_size=None)
+    trainer = make_trainer(Case(), ModelParallelStrategy(num_microbatches=2, global_view=False), devices=2)
     with pytest.raises(
         ConfigError, match=r"the batch of type dict holds nothing to count samples by.*methods __len__ and split"
     ):
-        make_trainer(Case(), ModelParallelStrategy(num_microbatches=2), devices=2).fit(Odd(), loader, loader)
+        trainer.fit(Odd(), loader, loader)
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
@@ -95,7 +96,7 @@ def test_what_cannot_be_cut_is_refused_in_a_first_batch_of_one_sample() -> None:
 
     rows = torch.zeros(4, FEATURES)
     batches = [(rows[:1], rows[:1].sum(1).long(), Opaque()), (rows, rows.sum(1).long(), Opaque())]
-    trainer = make_trainer(Case(), ModelParallelStrategy(num_microbatches=2))
+    trainer = make_trainer(Case(), ModelParallelStrategy(num_microbatches=2, global_view=False))
     with pytest.raises(ConfigError, match=r"batch\[2\] is a Opaque, which can't be cut into chunks"):
         trainer.fit(Described(), DataLoader(batches, batch_size=None))
     assert trainer.global_step == 0

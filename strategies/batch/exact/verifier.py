@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from ...core.devices import is_out_of_memory
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, PartsDiffer
 from ...core.executor import Piece
 from ...core.internals import not_compiling
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
@@ -44,6 +44,7 @@ from ..tree import called
 from ..whole.gathering import SimulatedRanks, simulating
 from ..whole.meeting import Combine, Meeting, Seat, seat
 from ..whole.over_batch import end_of_step, ended
+from ..whole.whole_steps import WholeSteps
 from .module_state import ModuleState, Written, unlike
 from .normalisers import OF_SAMPLES, Guess, Part, Plan, Recorder, Unfit, guesses, kind_of, probe, ratio
 from .values import Program, Seen, find_programs
@@ -66,6 +67,7 @@ class Verdict:
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
         failed: whether nothing could be compared.
+        unlike: the logged values that parts don't give, and what to do; empty if they give all.
         constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
     """
 
@@ -74,6 +76,7 @@ class Verdict:
     told: list[tuple[str, bool]] = field(default_factory=list["tuple[str, bool]"])
     unused: bool = False
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
+    unlike: str = ""
     constants: set[str] | None = None
     failed: bool = False
 
@@ -91,10 +94,6 @@ class Views(NamedTuple):
 
 _Piece: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
-
-
-class PartsDiffer(ConfigError):
-    """Training in parts of a batch is not training on the whole one."""
 
 
 class _Cannot(Exception):  # told, and no error
@@ -141,6 +140,7 @@ class Verifier:
         # where a step expects its batch; shards are made of a module that is not on its device yet
         self._device = devices.pop() if len(devices) == 1 else self._module.device
         by_config = getattr(strategy, "is_configured", False)
+        self._global_view = getattr(strategy, "global_view", None)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         self._trains, self._together = step == "training_step", together
         trainer: Any = self._module.trainer
@@ -285,11 +285,10 @@ class Verifier:
             again = self._run(piece, 0, whole.num, seed=2)[0].logged
             unknown = [n for n in unknown if n in again and str(again[n][0]) == str(whole.logged[n][0])]
         if unknown:
-            line = (
+            verdict.unlike = (
                 f"{self._name}: {self._step} logs {', '.join(map(repr, unknown))}, of which values of parts of a batch "
                 "don't make one device's value; they are averaged by samples. Use a metric of torchmetrics."
             )
-            verdict.told.append((line, True))
 
     def _plan(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> tuple[Plan | None, Any, str]:
         """The plan by which parts train as the whole; None if there is none, with what differs and why."""
@@ -398,8 +397,11 @@ class Verifier:
 
     @property
     def _view(self) -> str:
-        """What trains the module as it is, under ranks that can show it the whole batch."""
-        option = self._option.replace("verify=false", "global_view=true").replace("verify=False", "global_view=True")
+        """What trains the module as it is, where that was switched off, or where it is known too late."""
+        option = self._option.replace("verify=", "global_view=")
+        if self._global_view is False:
+            return f" leave out {option},"
+        option = option.replace("false", "true").replace("False", "True")
         return f" set {option}, which is exact but slower," if self._name in ("ddp", "fsdp") and self._of_ranks else ""
 
     def _compare_written(self, whole: _Step, parts: Sequence[_Step], piece: _Piece, verdict: Verdict) -> None:
@@ -750,8 +752,12 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
     """Say what was found, and refuse what differs."""
     for line, warns in found.told if is_first and verifies else ():
         (rank_zero_warn if warns else rank_zero_info)(line)
+    if found.unlike and is_first and verifies:
+        rank_zero_warn(found.unlike)
     if found.refusal and verifies:
-        raise PartsDiffer(found.refusal)
+        refusal = PartsDiffer(found.refusal)
+        refusal.plans = found.plans
+        raise refusal
     return found
 
 
@@ -761,8 +767,14 @@ def find_evaluated(
     share: Callable[[Any], Any] = lambda found: found,
     is_first: bool = True,
     together: bool = False,
+    whole: WholeSteps | None = None,
 ) -> None:
-    """Find, before the first pass of an evaluation, how what it logs follows from parts; see `verified`."""
+    """Find, before the first pass of an evaluation, how what it logs follows from parts; see `verified`.
+
+    Args:
+        whole: gives steps whole batches where it doesn't.
+    """
+    whole = whole or WholeSteps()
     module, values = strategy.lightning_module, strategy.contract.reader.values
     if module.trainer.predicting or not any(views):
         return
@@ -770,12 +782,16 @@ def find_evaluated(
     step = "test_step" if module.trainer.testing else "validation_step"
     takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
     for loader in range(num_loaders):
-        if (step, loader) in values.programs:
+        if (step, loader) in values.programs or step in whole.names:
             continue
         verdict: Verdict | None = None
         if is_first:
             structure, rest = strategy.structures.of_batch(module.trainer, loader), (0,) * takes_index
             rest += (loader,) * (num_loaders > 1)
             verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest)
-        found = _told(share(verdict), is_first)
+        found = share(verdict)
+        if found.unlike and whole.allowed:
+            found.refusal, found.unlike = found.refusal or found.unlike, ""
+        with whole.where_needed(step):
+            _told(found, is_first)
         values.learn(step, loader, found.programs, found.constants)

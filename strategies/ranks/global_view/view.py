@@ -1,7 +1,7 @@
-"""Give every rank the whole batch, of which it computes some rows: what a step sees is one device's."""
+"""Give every rank the whole batch, of which it computes some rows, or all: what a step sees is one device's."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,21 +51,25 @@ class _Alone(SimulatedRanks):
 
 
 class _Whole(GradientSync):
-    """Computes steps of the whole batch on all ranks together, so that each has its gradients without an average.
+    """Computes steps of the whole batch on every rank, so that each has its gradients without an average.
 
     Args:
         strategy: whose steps these are. It answers as the only rank of its run.
+        by_rows: whether each rank computes some rows of the batch, or all.
     """
 
     changes_evaluation = True
     seen_ranks = _Alone(1)
 
-    def __init__(self, strategy: "RankStrategy", *args: Any) -> None:
+    def __init__(self, strategy: "RankStrategy", by_rows: bool, *args: Any) -> None:
         super().__init__(strategy, *args)
+        self.by_rows = by_rows
+        seen, speed = ("steps see", "slower") if by_rows else ("each rank computes all of", "no faster than one rank")
+        self.computes_whole = f"{seen} the global batch (strategy.global_view), which is exact but {speed}"
         self._exchange: Exchange | None = None
         self._num_steps = 0
-        # an attribute, which loops call where they would move a batch themselves
-        vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
+        if by_rows:  # an attribute, which loops call where they would move a batch themselves
+            vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
 
     @override
     def begin_streams(self) -> None:
@@ -86,14 +90,20 @@ class _Whole(GradientSync):
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._num_steps += 1
-        with simulating(_Alone(1)), torch.compiler.set_stance("force_eager"):  # a compiler can't see into rows
+        with self._seen():
             return super().train(step, *args, **kwargs)
 
     @override
     def evaluate(self, step: Callable[[], Any]) -> Any:
         self._num_steps += 1
-        with simulating(_Alone(1)), torch.compiler.set_stance("force_eager"):
+        with self._seen():
             return super().evaluate(step)
+
+    @contextmanager
+    def _seen(self) -> Generator[None]:
+        stance = torch.compiler.set_stance("force_eager") if self.by_rows else nullcontext()
+        with simulating(_Alone(1)), stance:  # a compiler can't see into rows
+            yield
 
     @override
     def finish_backward(self) -> None:

@@ -184,9 +184,9 @@ class Median(Masked):
         self.log("val_median", self.net(batch[0][:, None]).median())
 
 
-def _validates() -> Trainer:
+def _validates(**options: Any) -> Trainer:
     return Trainer(
-        accelerator="cpu", devices=2, strategy=DataParallelStrategy(), logger=False, enable_progress_bar=False,
+        accelerator="cpu", devices=2, strategy=DataParallelStrategy(**options), logger=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
 
@@ -194,7 +194,15 @@ def _validates() -> Trainer:
 def test_a_value_that_parts_do_not_make_is_named() -> None:
     told = "dp: validation_step logs 'val_median', of which values of parts of a batch"
     with pytest.warns(UserWarning, match=told):
-        _validates().validate(Median(), DataLoader(TensorDataset(X, COUNTS), batch_size=9), verbose=False)
+        _validates(global_view=False).validate(Median(), DataLoader(TensorDataset(X, COUNTS), 9), verbose=False)
+
+
+def test_a_step_that_logs_a_value_which_parts_do_not_make_gets_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
+    module = Median()
+    with caplog.at_level("INFO"):
+        [found] = _validates().validate(module, DataLoader(TensorDataset(X, COUNTS), 9), verbose=False)
+    assert found["val_median"] == pytest.approx(module.net(X[:, None]).median().item(), rel=1e-12)
+    assert caplog.text.count("So validation_step gets whole batches (strategy.global_view)") == 1
 
 
 class MedianOverBatch(Masked):

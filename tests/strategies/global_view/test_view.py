@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,12 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from evener.strategies import (
+    BalancedDataParallelStrategy,
     BalancedDDPModelParallelStrategy,
     BalancedDDPStrategy,
     ConfigError,
+    DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
     FSDPStrategy,
+    ModelParallelStrategy,
     SingleDeviceStrategy,
 )
 from evener.trainer import Trainer
@@ -130,15 +134,12 @@ def _train_all(strategy: Any, size_is: Any, batch: int) -> dict[str, dict[str, T
     return {form: _fit(one, num, form, batch) for form, one in zip(LOSSES, made, strict=True)}
 
 
-def _train_mixed(strategy: Any, size_is: Any, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _train_mixed(strategy: Any, devices: int, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     told = list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
-    found = {
-        form: _fit(strategy(batch_size_is=size_is, timeout_s=60), int(os.environ["WORLD_SIZE"]), form, batch)
-        for form in MIXED
-    }
+    found = {form: _fit(strategy(), devices, form, batch) for form in MIXED}
     return found, [line for line in told if "global_view" in line]
 
 
@@ -160,22 +161,68 @@ def test_every_form_trains_as_one_device_does(strategy: type, ranks: int, size_i
                 torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size_is", "batch"),
-    [(DDPStrategy, "global", 8), (DDPStrategy, "per_device", 4), (FSDPStrategy, "per_device", 4)],
-)
-def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(
-    strategy: type, size_is: str, batch: int
-) -> None:
+def _ddp(strategy: Any = DDPStrategy, **options: Any) -> Any:
+    return partial(strategy, **{"batch_size_is": "global", "timeout_s": 60, **options})
+
+
+ROWS = "steps see the global batch (strategy.global_view), which is exact but slower"
+ALL = "each rank computes all of the global batch (strategy.global_view), which is exact but no faster than one rank"
+ON_RANKS = {
+    "ddp": (_ddp(), 2, 8, ROWS),
+    "ddp, batches per device": (_ddp(batch_size_is="per_device"), 2, 4, ROWS),
+    "balanced_ddp": (_ddp(BalancedDDPStrategy, weights=[1, 2]), 2, 8, ROWS),
+    "fsdp": (_ddp(FSDPStrategy, batch_size_is="per_device"), 2, 4, ROWS),
+    "fsdp, recomputing": (_ddp(FSDPStrategy, recompute=["net.4"]), 2, 8, ALL),
+    "fsdp, synchronized": (_ddp(FSDPStrategy, sync_batchnorm=True), 2, 8, ALL),
+    "replicas": (_ddp(devices_per_process=2), 4, 8, ALL),
+    "shards": (_ddp(shard_optimizer=True), 2, 8, ALL),
+    "compressed": (_ddp(compression="fp16", batch_size_is="per_device"), 2, 4, ALL),
+    "recomputing": (_ddp(recompute=["net.4"]), 2, 8, ALL),
+    "synchronized": (_ddp(sync_batchnorm=True), 2, 8, ALL),
+    "stages": (_ddp(DDPModelParallelStrategy, num_microbatches=2), 4, 8, ALL),
+}
+"""Strategies of two ranks, their devices, the loader's batch, and how whole batches are computed."""
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(name: str) -> None:
+    strategy, devices, batch, how = ON_RANKS[name]
     expected = run_ranks(_references, 1, 8)[0]
-    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, strategy, size_is, batch)):
-        for form in MIXED:
-            for key, value in expected[form].items():
-                torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, strategy, devices, batch)):
+        _verify_mixed(expected, found)
         assert len(told) == (len(MIXED) if rank == 0 else 0)
         for line in told:
-            assert re.match(r"(ddp|fsdp): computed in ranks of \d and \d samples, the gradient of .* differs .*%", line)
-            assert line.endswith("which is exact but slower; evener.over_batch(fn) is faster.")
+            assert re.match(r"\w+: computed in ranks of \d and \d samples, the gradient of .* differs .*%", line)
+            assert line.endswith(f". So {how}; evener.over_batch(fn) is faster.")
+
+
+def _verify_mixed(expected: Any, found: Any) -> None:
+    for form in MIXED:
+        for key, value in expected[form].items():
+            torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "how"),
+    [
+        (DataParallelStrategy, 2, "on the first device alone"),
+        (partial(DataParallelStrategy, model_parallel_size=2), 4, "on the first device alone"),
+        (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, "on the first device alone"),
+        (BalancedDataParallelStrategy, 2, "on the first device alone"),
+        (partial(ModelParallelStrategy, num_microbatches=2), 2, "without micro-batches"),
+    ],
+)
+def test_one_process_gives_it_whole_batches(strategy: Any, devices: int, how: str) -> None:
+    expected = run_ranks(_references, 1, 8)[0]
+    found, told = run_ranks(_train_mixed, 1, strategy, devices, 8)[0]
+    _verify_mixed(expected, found)
+    told = [line for line in told if "training_step" in line]
+    assert len(told) == len(MIXED)
+    for line in told:
+        assert re.match(r"\w+: computed in chunks of 5 and 3 samples, the gradient of .* differs .*%", line)
+        assert line.endswith(
+            f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
+        )
 
 
 def _references(batch: int) -> dict[str, dict[str, Tensor]]:
@@ -203,7 +250,7 @@ def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -
 
 def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
     for told in run_ranks(_told_of_dice, 2):
-        assert "set DDPStrategy(global_view=True), which is exact but slower, or set" in told
+        assert "leave out DDPStrategy(global_view=False), or set" in told
 
 
 def _told_of_dice() -> str:

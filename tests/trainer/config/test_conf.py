@@ -131,7 +131,7 @@ def test_inherited_options_are_composed_with_a_file_s_own() -> None:
         "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
-        "verify": True,
+        "verify": True, "global_view": "auto",
     }  # fmt: skip
     best = PACKAGE.options("checkpoint", "best")
     assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
