@@ -122,7 +122,7 @@ class PartLists:
         """Yield the lists, and dictionaries, with their paths."""
         for number, space in enumerate(self.spaces):
             for name, value in space.items():
-                if type(value) is list or (isinstance(value, (dict, tuple)) and name not in _OWN):
+                if type(value) is list or (name not in _OWN and isinstance(value, (dict, tuple))):
                     yield from self._inside((number, name), value)
 
     def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

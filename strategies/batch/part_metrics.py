@@ -14,7 +14,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 
 from ..core.errors import ConfigError
 from ..core.module_checks import is_metric, metrics_of
-from ..core.no_value import PartValues, empty_copy
+from ..core.no_value import empty_copy, part_value
 from ..core.patching import Replacement, replaced
 from ..core.rng import random_state, swapped_random_state
 from .metric_calls import Call, call_again, outermost_metrics, takes_whole_batches
@@ -71,7 +71,6 @@ class PartMetrics:
         """In how many calls of metrics, one within the other, each part is."""
         self._is_open = False
         """Whether a step runs."""
-        self._part_values = PartValues()
         for i, copies in enumerate(made):
             self._watch(i, copies)
         self._values: dict[int, tuple[Any, Metric]] = {}
@@ -120,6 +119,8 @@ class PartMetrics:
             sizes: samples of each of them.
             losses: which the step has returned on each; none if it has not.
         """
+        if not self._metrics:
+            return
         self._values = {
             id(copy._forward_cache): (copy._forward_cache, metric)
             for metric, copies in zip(self._metrics, self._copies, strict=True)
@@ -177,7 +178,7 @@ class PartMetrics:
             for method in _METHODS:
                 call = getattr(copy, method)
                 if method == "forward":
-                    call = partial(self._part_values.forward, copy, call)
+                    call = partial(part_value, copy, call, None)
                 if method in ("update", "forward"):
                     call = partial(self._called, part, method, number, call)
                 if number is None or method in ("compute", "reset"):

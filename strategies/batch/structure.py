@@ -134,17 +134,16 @@ class BatchStructure:
         Raises:
             ConfigError: values disagree on N; the message names them.
         """
-        counts = self._learn(batch)
-        return min(counts.values(), default=None)
+        return min(self.counts(batch).values(), default=None)
 
-    def split(self, batch: Batch, sizes: Sizes) -> list[Chunk]:
+    def split(self, batch: Batch, sizes: Sizes, counts: Mapping[Path, int] | None = None) -> list[Chunk]:
         """Cut a batch; the table above tells what becomes of its values.
 
         Tensors are views of the batch's. An empty chunk has tensors of shape (0, ...).
 
         Args:
             batch: nested tensors, each of shape (N, ...).
-            sizes: samples per chunk; they sum to N.
+            sizes, counts: samples per chunk, which sum to N, and what `counts` has returned for the batch, if called.
 
         Returns:
             One chunk per size, in order, of the batch's own type.
@@ -152,7 +151,7 @@ class BatchStructure:
         Raises:
             ConfigError: a value can't be cut; the message names it.
         """
-        counts = self._learn(batch)
+        counts = self.counts(batch) if counts is None else counts
         num = min(counts.values(), default=1)
         for (path, _), dim in self._shown.items():
             if dim not in (0, None, _OTHER) and self._declared.word(path) is None:
@@ -164,7 +163,7 @@ class BatchStructure:
                 )
         return cut(batch, list(sizes), self._role, self._root, {path: n // num for path, n in counts.items()})
 
-    def _learn(self, batch: Batch) -> dict[Path, int]:
+    def counts(self, batch: Batch) -> dict[Path, int]:
         """Decide what is new in a batch, and count the samples of each loader's."""
         counts: dict[Path, int] = {}
         for path in self._paths:

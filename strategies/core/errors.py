@@ -31,9 +31,6 @@ def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") ->
 
     Args:
         option: the option that was given the names, as it begins the message.
-
-    Raises:
-        ConfigError: the module has no submodule of a name; the message lists the nearest names.
     """
     known = [name for name, _ in module.named_modules() if name]
     for name in names:

@@ -38,11 +38,6 @@ SWITCH = "EVENER_LIGHTNING_ALIAS"
 STANDALONE = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The packages of `pytorch-lightning`, and what the distribution `lightning` calls them."""
 
-FACE = (
-    "Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "__version__", "seed_everything",
-)  # fmt: skip
-"""What `lightning` itself exports; `Fabric` comes from lightning_fabric, the others from pytorch_lightning."""
-
 SUPPORTED = ("2.6.6", "2.7")
 """The first supported version of Lightning, and the first that is not, as in pyproject.toml."""
 
@@ -196,7 +191,7 @@ class _AliasLoader(Loader):
 
 
 class _FaceLoader(Loader):
-    """Stands for `lightning` where only `pytorch_lightning` is installed."""
+    """Stands for `lightning` where only `pytorch_lightning` is installed; `Fabric` comes from lightning_fabric."""
 
     @override
     def create_module(self, spec: ModuleSpec) -> None:
@@ -205,13 +200,10 @@ class _FaceLoader(Loader):
     @override
     def exec_module(self, module: ModuleType) -> None:
         def get(name: str) -> Any:
-            if name not in FACE:
-                raise AttributeError(f"module 'lightning' has no attribute {name!r}")
             package = "lightning_fabric" if name == "Fabric" else "pytorch_lightning"
             return getattr(importlib.import_module(package), name)
 
         vars(module)["__getattr__"] = get
-        vars(module)["__all__"] = list(FACE)
         importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
         importlib.import_module("lightning.pytorch")
 

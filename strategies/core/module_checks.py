@@ -68,9 +68,6 @@ def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
     Args:
         who: name of the strategy, which begins the message.
         instead: the alternative to suggest.
-
-    Raises:
-        ConfigError: a step of the run takes `dataloader_iter`.
     """
     for step in _STEPS[trainer.state.fn] if trainer.state.fn is not None else ():
         method = getattr(trainer.lightning_module, step)  # None where a module leaves out a step of its base class
@@ -87,22 +84,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def verify_shapes(module: nn.Module) -> None:
-    """Refuse parameters without a shape (of `nn.LazyLinear` and the like), which can't be placed or copied.
-
-    Raises:
-        ConfigError: there is one; the message names it.
-    """
+    """Refuse parameters without a shape (of `nn.LazyLinear` and the like), which can't be placed or copied."""
     for name, tensor in module.named_parameters():
         if is_lazy(tensor):
             raise ConfigError(f"Parameter {name} has no shape yet, so it can't be placed. Run one forward before fit.")
 
 
 def verify_unscripted(module: nn.Module) -> None:
-    """Refuse modules of TorchScript, whose parameters and hooks can't be replaced.
-
-    Raises:
-        ConfigError: there is one; the message names it.
-    """
+    """Refuse modules of TorchScript, whose parameters and hooks can't be replaced."""
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise ConfigError(
@@ -112,11 +101,7 @@ def verify_unscripted(module: nn.Module) -> None:
 
 
 def has_nan(module: torch.nn.Module) -> bool:
-    """Whether parameters of this process contain nan, which no later step repairs; waits for their devices.
-
-    Args:
-        module: its parameters may lie on several devices, or be this rank's shards.
-    """
+    """Whether parameters of this process, perhaps shards, hold nan, which no later step repairs; waits for devices."""
     found: dict[torch.device, Tensor] = {}
     for parameter in module.parameters():
         if is_lazy(parameter) or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -145,14 +130,7 @@ def why_whole(metric: nn.Module) -> str | None:
 
 
 def verify_takes_parts(module: nn.Module, who: str) -> None:
-    """Refuse a module that must see whole batches, of which each rank has a part.
-
-    Args:
-        who: name of the strategy, which begins the message.
-
-    Raises:
-        ConfigError: it holds a metric for which `why_whole` has a reason.
-    """
+    """Refuse, for a strategy `who`, a module that must see whole batches, of which each rank has a part."""
     for name, part in module.named_modules():
         if (reason := why_whole(part)) is not None:
             raise ConfigError(
@@ -161,11 +139,7 @@ def verify_takes_parts(module: nn.Module, who: str) -> None:
 
 
 def hooked(name: str, trainer: pl.Trainer, by_user: bool = False) -> bool:
-    """Whether the module or a callback of a trainer defines a hook.
-
-    Args:
-        by_user: leave out Lightning's callbacks and this project's.
-    """
+    """Whether the module or a callback of a trainer defines a hook; `by_user` leaves out Lightning's and ours."""
     return is_overridden(name, trainer.lightning_module) or any(
         is_overridden(name, callback, parent=pl.Callback) and (not by_user or is_users(getattr(callback, name)))
         for callback in callbacks_of(trainer)

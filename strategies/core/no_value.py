@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from .errors import ConfigError
 from .module_checks import is_metric
-from .patching import Replacement, replaced
+from .patching import replaced
 
 
 class NoValueError(ConfigError):
@@ -71,56 +71,36 @@ def empty_copy(metric: nn.Module, memo: dict[int, Any] | None = None) -> Any:
     return made
 
 
-class PartValues:
-    """Calls `forward` of metrics with parts of a batch, and `keep` before each value of a part; until `close`."""
+def part_value(metric: Metric, forward: Callable[..., Any], keep: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` of a metric, perhaps replaced, with a part of a batch, which the metric counts in any case.
 
-    def __init__(self, keep: Callable[[Metric], None] = lambda metric: None) -> None:
-        self._computes: dict[int, _Compute] = {}
-        self._keep = keep
+    Args:
+        keep: called with the metric before each value of the part; None for nothing.
 
-    def forward(self, metric: Metric, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of a metric, perhaps replaced; return the value of these samples, or a `NoValue`."""
-        if id(metric) not in self._computes:
-            self._computes[id(metric)] = _Compute(metric, self._keep)
-        compute = self._computes[id(metric)]
-        compute.depth += 1
-        try:
-            return forward(*args, **kwargs)
-        except NoValueError as exc:  # of a metric within this one
-            return no_value(str(exc))
-        finally:
-            compute.depth -= 1
+    Returns:
+        The value of these samples, or a `NoValue`.
+    """
+    compute, name = metric.compute, type(metric).__name__
 
-    def close(self) -> None:
-        """Restore the metrics' own `compute`."""
-        for compute in self._computes.values():
-            compute.remove()
-        self._computes.clear()
-
-
-class _Compute(Replacement):
-    """Returns a `NoValue`, while `forward` gets a part of a batch, where there is no value."""
-
-    def __init__(self, metric: Metric, keep: Callable[[Metric], None]) -> None:
-        super().__init__(metric, "compute", self._call)
-        self.depth, self._keep = 0, keep
-
-    def _call(self, compute: Callable[[], Any]) -> Any:
-        if self.depth:
-            self._keep(self.owner)  # pyright: ignore[reportArgumentType]  # a Metric
+    def computed() -> Any:
+        if keep is not None:
+            keep(metric)
         try:
             return compute()
         except NoValueError:
             raise
         except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
-            if not self.depth:
-                raise
-            name = type(self.owner).__name__
             return no_value(
                 f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only "
                 "the epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has "
                 "the whole batch's value."
             )
+
+    with replaced(metric, "compute", computed):
+        try:
+            return forward(*args, **kwargs)
+        except NoValueError as exc:  # of a metric within this one
+            return no_value(str(exc))
 
 
 def no_value(reason: str) -> NoValue:

@@ -125,11 +125,7 @@ def seed_accelerators(seed: int) -> None:
 
 
 def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
-    """Seed Python, numpy and torch of this process from numbers that need not be independent.
-
-    Args:
-        devices: accelerators whose generators are seeded too.
-    """
+    """Seed Python, numpy, torch and devices of this process from numbers that need not be independent."""
     seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)
     random.seed(int(seeds[0]))
     np.random.seed(int(seeds[1]))
@@ -139,11 +135,7 @@ def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
 
 
 def seed_sample(seed: int, place: int) -> None:
-    """Seed Python, numpy and torch of a data worker for one sample; takes some 30 µs.
-
-    Args:
-        place: the sample's, in the order of the epoch.
-    """
+    """Seed Python, numpy and torch of a data worker for the sample at a place of an epoch; takes 30 µs."""
     digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=20).digest()
     random.seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))

@@ -54,11 +54,7 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
 
 @contextmanager
 def trial_step(module: pl.LightningModule, evaluates: bool = True) -> Generator[None]:
-    """Run a step only to see its result: it leaves no trace, also in attributes of the module.
-
-    Args:
-        evaluates: whether it is run in evaluation mode.
-    """
+    """Run a step, in evaluation mode or not, only to see its result: it leaves no trace, also in attributes."""
     first_hook = RemovableHandle.next_id
     parts = [(part, part.training, dict(vars(part)), list(_contents(vars(part)))) for part in module.modules()]
     try:

@@ -100,11 +100,7 @@ class EarlyGradients:
         self._restoring.close()
 
     def attach(self, loss: Tensor) -> Tensor:
-        """Make the loss of the whole batch go backward through the micro-batches that have not, and hand out the sums.
-
-        Args:
-            loss: of the whole batch, without a graph.
-        """
+        """Make the batch's loss go backward through the micro-batches that have not, and hand out the sums."""
         parameters, sums = ([one[i] for one in self._sums] for i in range(2))
         kept, self._losses, self._sums = self._losses, {}, []
         if not kept and not sums:

@@ -85,9 +85,6 @@ def auto_plan(
 
     Returns:
         The contiguous plan with the smallest possible largest stage.
-
-    Raises:
-        ConfigError: there are more stages than parts.
     """
     kept = activation_bytes or {}
     parts = enough_parts(module, num_stages)
@@ -150,9 +147,6 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
 
     Returns:
         The plan; parts that share a tensor with an earlier part go to that part's stage.
-
-    Raises:
-        ConfigError: a name is unknown or out of order, the number of names is wrong, or a stage stays empty.
     """
     if len(first_modules) != num_stages - 1:
         raise ConfigError(

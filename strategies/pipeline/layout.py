@@ -192,13 +192,14 @@ class StageLayout(Layout):
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
         assert self._module is not None
         assert self._microbatches is not None
-        sizes = self._sizes(batch)
+        counts = self._batch_structure.counts(batch)
+        sizes = self._sizes(batch, min(counts.values(), default=None))
         logs, rehearsal = self._microbatches.logs, self._microbatches.rehearsal
         results = self.structures.of_results("training_step")
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        chunks = self._batch_structure.split(batch, sizes)
+        chunks = self._batch_structure.split(batch, sizes, counts)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
         steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
@@ -237,8 +238,7 @@ class StageLayout(Layout):
         with self.stages.watched():
             return call()
 
-    def _sizes(self, batch: Batch) -> list[int]:
-        num = self._batch_structure.num_samples(batch)
+    def _sizes(self, batch: Batch, num: int | None) -> list[int]:
         if num is None:
             raise PartsDiffer(
                 f"{self.cut_by}: the batch of type {type(batch).__name__} holds nothing to count samples by. "

@@ -110,7 +110,10 @@ class Recompute:
     def _units(self, module: nn.Module, cut_at: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         """Names, numbers of segments, and how many of these at the end are not recomputed."""
         if not isinstance(self.option, str):
-            _verify_forward(module, self.option, self._strategy)
+            verify_submodules(f"{self._strategy}: recompute", self.option, module)
+            for name in self.option:
+                if type(module.get_submodule(name)).forward is nn.Module.forward:
+                    raise ConfigError(f"{self._strategy}: {name} has no forward to recompute. Name the modules in it.")
             yield from ((name, 1, 0) for name in self.option)
             return
         found = list(units(module, cut_at))
@@ -167,11 +170,7 @@ def in_segments(part: Any, num_kept: int, learned: Sequence[Learned], value: Any
 
 
 def verify_threads(devices: Sequence[torch.device], threads: bool | None, strategy: str) -> None:
-    """Refuse replicas in threads of which some are on the CPU, where all draw from one random stream.
-
-    Raises:
-        ConfigError: the random numbers of a part could not be drawn again.
-    """
+    """Refuse replicas in threads of which some are on the CPU, where all draw from one random stream."""
     on_cpu = [device.type == "cpu" for device in devices]
     in_threads = not all(on_cpu) if threads is None else threads
     if in_threads and any(on_cpu) and len(devices) > 1:
@@ -185,10 +184,3 @@ def _is_layer(module: nn.Module) -> bool:
     """Whether a module is a single layer of torch's that keeps little but its input for the backward pass."""
     ours = type(module).__module__.startswith("torch.nn.modules")
     return ours and not any(True for _ in module.children()) and not isinstance(module, nn.RNNBase)
-
-
-def _verify_forward(module: nn.Module, names: Sequence[str], strategy: str) -> None:
-    verify_submodules(f"{strategy}: recompute", names, module)
-    for name in names:
-        if type(module.get_submodule(name)).forward is nn.Module.forward:
-            raise ConfigError(f"{strategy}: {name} has no forward to recompute. Name the modules in it.")

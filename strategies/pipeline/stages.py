@@ -132,11 +132,7 @@ class Stages:
         return self.devices[self.meeting_stage]
 
     def place(self, module: LightningModule) -> None:
-        """Move each part of the module to its stage's device, and add hooks that move its inputs there.
-
-        Raises:
-            ConfigError: the module can't be cut by the options.
-        """
+        """Move each part of the module to its stage's device, and add hooks that move its inputs there."""
         self.remove()
         if self.options.partition == "manual":
             self._place_again(module)

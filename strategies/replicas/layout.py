@@ -1,6 +1,6 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -295,12 +295,13 @@ class ReplicaLayout(Layout):
     ) -> tuple[list[Any], list[int]]:
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_idx)
-        sizes = self._sizes(self._num_samples(batch, structure))
+        counts = structure.counts(batch)
+        sizes = self._sizes(self._num_samples(batch, counts))
         sizes = sizes if results is None else results.unequal(sizes)
         if self.runner.manual is not None and not sizes[0]:  # a step may change gradients, which the root has
             sizes, first = [*sizes], next((i for i, size in enumerate(sizes) if size), 0)
             sizes[0], sizes[first] = sizes[first], 0
-        chunks = structure.split(batch, sizes)
+        chunks = structure.split(batch, sizes, counts)
         reader = self.reader if name == "training_step" and results is None else None
         arguments = [((chunk, *rest), {}) for chunk in chunks]
         return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
@@ -310,8 +311,8 @@ class ReplicaLayout(Layout):
         assert self._module is not None, "the run has not begun"
         return self._module.trainer
 
-    def _num_samples(self, batch: Batch, structure: BatchStructure) -> int:
-        num = structure.num_samples(batch)
+    def _num_samples(self, batch: Batch, counts: Mapping[Any, int]) -> int:
+        num = min(counts.values(), default=0)
         if not num:
             raise PartsDiffer(
                 f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "

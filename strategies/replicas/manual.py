@@ -140,11 +140,7 @@ class ManualSteps:
             )
 
     def goes_backward(self) -> bool:
-        """Whether replicas go backward together.
-
-        Raises:
-            ConfigError: one goes backward alone, on a loss that nobody has weighted.
-        """
+        """Whether replicas go backward together."""
         if not self._goes_backward:
             self._refuse_gradients()
         return True

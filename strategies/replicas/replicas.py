@@ -107,8 +107,8 @@ class Replicas:
         if self._has_new_structure():
             self._make()
             return True
-        with torch.inference_mode(False), torch.no_grad():
-            self._refresh_parameters()
+        self._refresh_parameters()
+        if self._buffer_slots and self._versions_of_buffers() != self._buffer_versions:
             self._refresh_buffers()
         self._refresh_attributes()
         return False
@@ -122,16 +122,11 @@ class Replicas:
         """
         written = set(map(id, updated))
         known, self._changed = self._changed, {i for i, p in enumerate(self._parameters) if id(p) in written}
-        with torch.inference_mode(False), torch.no_grad():
-            self._refresh_parameters(in_step=True)
+        self._refresh_parameters(in_step=True)
         self._changed = known
 
     def before_step(self, used: Sequence[int]) -> None:
-        """Remember what the root takes over from the first replica that has samples.
-
-        Args:
-            used: the replicas that have samples.
-        """
+        """Remember what the root takes over from the first of the replicas that have samples."""
         self._used = list(used)
         self._first_hook = RemovableHandle.next_id
         self._before = [] if used[0] == 0 else [module.__dict__.copy() for _, module in self._copies[used[0] - 1].pairs]
@@ -140,16 +135,12 @@ class Replicas:
         """Have the root take over what it has missed.
 
         Buffers are those of the training step only, as evaluation changes none.
-
-        Raises:
-            ConfigError: the step registered hooks on some replicas only.
         """
         registered = self._first_hook < RemovableHandle.next_id
         if registered:
             self._verify_hooks()
         if self._before and self.root.training:
-            with torch.inference_mode(False), torch.no_grad():
-                _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
+            _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
         if self._before:
             # an attribute may say that there are hooks, which the root has none of
             self._take_over(with_attributes=not registered)
@@ -211,24 +202,23 @@ class Replicas:
         return children != self._children or not all(map(is_, parameters, self._parameters))
 
     def _follow(self) -> None:
-        self._hooked = [i for i, parameter in enumerate(self._parameters) if parameter._backward_hooks]
+        self._hooked = [bool(parameter._backward_hooks) for parameter in self._parameters]
         follow(self._parameters, self._parameter_copies, self._flows, self._one_by_one)
 
     def _refresh_parameters(self, in_step: bool = False) -> None:
-        versions = [_version(parameter) for parameter in self._parameters]
+        parameters, versions = self._parameters, [_version(parameter) for parameter in self._parameters]
         marked = self._changed | self._hidden_writes.take()
-        if not in_step:  # what needs no gradient and whose memory others hold, who may write to it
-            marked |= {i for i, p in enumerate(self._parameters) if not p.requires_grad and is_shared(p)}
-        changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
-        sources = [self._parameters[i] for i in changed]
-        _broadcast(sources, [[copies[i] for i in changed] for copies in self._parameter_copies])
-        frozen = [not parameter.requires_grad for parameter in self._parameters]
-        hooked = [i for i, parameter in enumerate(self._parameters) if parameter._backward_hooks]
+        frozen = [not parameter.requires_grad for parameter in parameters]
+        if not in_step and any(frozen):  # what needs no gradient and whose memory others hold, who may write to it
+            marked |= {i for i, parameter in enumerate(parameters) if frozen[i] and is_shared(parameter)}
+        if marked or versions != self._versions:
+            changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
+            _broadcast([parameters[i] for i in changed], [[own[i] for i in changed] for own in self._parameter_copies])
+            self.num_copied_parameters += len(changed) * len(self._copies)
+        hooked = [bool(parameter._backward_hooks) for parameter in parameters]
         if hooked != self._hooked or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
-        self.num_copied_parameters += len(sources) * len(self._copies)
-        self._versions = versions
-        self._changed = set()
+        self._versions, self._changed = versions, set()
 
     def _buffers(self, i: int) -> list[Tensor]:
         """The buffers of replica i."""
@@ -239,14 +229,12 @@ class Replicas:
         return [[(id(buffer), _version(buffer)) for buffer in self._buffers(i)] for i in range(len(self))]
 
     def _refresh_buffers(self) -> None:
-        if not self._buffer_slots or self._versions_of_buffers() == self._buffer_versions:
-            return
         buffers = self._buffers(0)
-        # new tensors, because a graph may still need the old values
-        copies = [
-            [torch.empty_like(buffer, device=old.device) for buffer, old in zip(buffers, self._buffers(i), strict=True)]
-            for i in range(1, len(self))
-        ]
+        with torch.inference_mode(False):  # new tensors, because a graph may still need the old values
+            copies = [
+                [torch.empty_like(new, device=old.device) for new, old in zip(buffers, self._buffers(i), strict=True)]
+                for i in range(1, len(self))
+            ]
         _broadcast(buffers, copies)
         for i, own in enumerate(copies, start=1):
             for (module, name), copy in zip(self._buffer_slots, own, strict=True):
@@ -276,17 +264,13 @@ class Replicas:
 
 
 def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors to the replicas, those of one device together."""
-    for group in _by_device(sources):
-        broadcast_coalesced([sources[i] for i in group], [[target[i] for i in group] for target in targets])
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group tensors by their device; a module that is not cut into stages is one group."""
+    """Copy tensors to the replicas, those of one device together; a module that is not cut into stages is on one."""
     groups: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
+    for i, tensor in enumerate(sources):
         groups.setdefault(tensor.device, []).append(i)
-    return list(groups.values())
+    with torch.inference_mode(False), torch.no_grad():
+        for group in groups.values():
+            broadcast_coalesced([sources[i] for i in group], [[target[i] for i in group] for target in targets])
 
 
 def _version(tensor: Tensor) -> int:

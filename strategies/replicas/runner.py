@@ -37,11 +37,9 @@ class CutsReplicas(Protocol):
 
     def place(self, module: LightningModule) -> None:
         """Place the root on its devices, with hooks that move inputs from stage to stage."""
-        ...
 
     def begin(self) -> None:
         """Let tensors of several stages meet, until `remove`."""
-        ...
 
     def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
         """Have the calling thread run the stages on the devices of another replica, inside the block."""
@@ -49,7 +47,6 @@ class CutsReplicas(Protocol):
 
     def remove(self) -> None:
         """Remove the hooks."""
-        ...
 
 
 @dataclass(eq=False)

@@ -119,14 +119,7 @@ class DeferredTensors(TorchDispatchMode):
         return output
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Compute a deferred tensor, on the device where it would have been.
-
-        Args:
-            tensor: one that was made inside the block, or that `to_meta` has put in its place.
-
-        Raises:
-            ConfigError: it was not recorded.
-        """
+        """Compute a tensor of the block, or what `to_meta` has put in its place, where it would have been."""
         tensor = self._fakes.get(tensor.untyped_storage()._cdata, (tensor, tensor))[1]
         if not isinstance(tensor, FakeTensor) or _view(tensor).key not in self._devices:
             raise ConfigError(without_values("a parameter"))

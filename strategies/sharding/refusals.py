@@ -70,11 +70,7 @@ def refuse_assigned(module: nn.Module, state: Any, prefix: str, metadata: dict[s
 
 
 def verify_run(callbacks: Iterable[Any], optimizers: Iterable[Optimizer]) -> None:
-    """Refuse what replaces parameters in the midst of training, or computes with more of one than its elements.
-
-    Raises:
-        ConfigError: a callback or an optimizer does.
-    """
+    """Refuse what replaces parameters in the midst of training, or computes with more of one than its elements."""
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigError(
             "fsdp: ModelPruning puts other parameters in the place of those that are cut over the ranks. Leave it out, "
@@ -89,11 +85,7 @@ def verify_run(callbacks: Iterable[Any], optimizers: Iterable[Optimizer]) -> Non
 
 
 def verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
-    """Refuse parameters of several dtypes that would be reduced together.
-
-    Args:
-        names: the parts that are gathered one by one.
-    """
+    """Refuse parameters of several dtypes that would be reduced together; `names` are gathered one by one."""
     taken: set[int] = set()
     for name in (*names, ""):
         part = module.get_submodule(name)

@@ -121,11 +121,7 @@ class ShardedModule:
         self._gather_alone()
 
     def verify_same(self, options: ShardOptions) -> None:
-        """Refuse to go on with a module that was cut in another way than is asked for now.
-
-        Raises:
-            ConfigError: an option, or the dtype of a parameter, differs.
-        """
+        """Refuse to go on with a module that was cut in another way than is asked for now."""
         before, dtypes = asdict(self._options), [parameter.dtype for parameter in self.parameters]
         asked = asdict(options).items()
         changed = [f"{key}={before[key]}, now {key}={value}" for key, value in asked if before[key] != value]
@@ -249,11 +245,7 @@ class ShardedModule:
                 gathered.put_back()
 
     def verify_reduced(self) -> None:
-        """Refuse gradients of this rank's own, before an optimizer steps without them.
-
-        Raises:
-            ConfigError: there are some.
-        """
+        """Refuse gradients of this rank's own, before an optimizer steps without them."""
         refuse_unreduced([gathered.key for gathered in self.gathered if gathered.own_grad is not None])
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -315,11 +307,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def reduce_scalars(self, all_reduce: Callable[[Tensor], None]) -> None:
-        """Average the gradients of the parameters that every rank has whole; one that no rank has used has none.
-
-        Args:
-            all_reduce: sums a tensor over the ranks, in place.
-        """
+        """Average the gradients of the parameters that every rank has whole; one that no rank has used has none."""
         trained = [parameter for parameter in self._scalars if parameter.requires_grad]
         if not trained:
             return

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
-from ...core.no_value import NoValue, PartValues
+from ...core.no_value import NoValue, part_value
 from ...core.patching import replaced
 from .states import Sent, combined_states
 
@@ -34,7 +34,6 @@ class MetricSteps:
         self._open: set[int] = set()
         self._counts = False
         self._told: set[str] = set()
-        self._values = PartValues(self._keep)
 
     def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
         """Yield what takes the place of `forward` of some classes: the class, the method's name and the method."""
@@ -43,8 +42,7 @@ class MetricSteps:
                 yield kind, "forward", self._recording(kind.forward)
 
     def close(self) -> None:
-        """Forget the last batch, and restore the metrics' own `compute`."""
-        self._values.close()
+        """Forget the last batch."""
         self.begin_batch(counts=False)
 
     def begin_batch(self, counts: bool) -> None:
@@ -96,7 +94,7 @@ class MetricSteps:
                 return forward(metric, *args, **kwargs)
             self._open.add(id(metric))
             try:
-                value = self._values.forward(metric, partial(forward, metric, *args, **kwargs))
+                value = part_value(metric, partial(forward, metric), self._keep, *args, **kwargs)
                 if isinstance(value, NoValue):
                     metric._forward_cache = None
                     if value.reason not in self._told:
