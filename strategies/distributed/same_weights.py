@@ -63,6 +63,9 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, if they differ; every rank must call it.
 
     Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
+
+    Args:
+        root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     tensors = {name: tensor for name, tensor in named if is_plain(tensor)}
@@ -72,20 +75,17 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
 
 
 def _sample(tensor: Tensor) -> tuple[float, float]:
-    """The sum of some elements of a tensor, and their sum weighted by their places."""
+    """The sum and the norm of some elements of a tensor."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return 0.0, 0.0
-    some = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].cpu()
-    values = (torch.view_as_real(some).flatten() if some.is_complex() else some).double()
+    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
+    values = values.cpu().to(torch.complex128 if values.is_complex() else torch.float64).abs()
     return float(values.sum()), float((values * torch.arange(len(values))).sum())
 
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it.
-
-    They are sent by `root_device`, this rank's, if the group can't send CPU tensors.
-    """
+    """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it."""
     for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
         sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
         if sent.numel():
@@ -94,7 +94,14 @@ def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
 
 
 def verify_same_layout(module: nn.Module, strategy: str) -> None:
-    """Refuse ranks that train parameters of other names, shapes or types; every rank must call it."""
+    """Verify that all ranks train the same parameters; every rank must call it.
+
+    Args:
+        strategy: what the error names.
+
+    Raises:
+        ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
+    """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad and is_plain(p)}
     for same in zip_longest(*gather_objects([*_layout(trained)]), fillvalue="none"):
         if len(set(same)) > 1:
@@ -112,7 +119,11 @@ def _layout(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 class Agreement:
-    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer."""
+    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer.
+
+    Args:
+        strategy: what errors name.
+    """
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy

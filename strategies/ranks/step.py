@@ -309,14 +309,17 @@ class RankStep(StepContract):
         reader, shares = self.reader, self.shares
         if all(plan.is_of_samples for plan in reader.plans):
             return
-        plan, shares.scale = reader.next_plan(), shares.weight
+        plan = reader.next_plan()
         if plan.is_of_samples:
+            shares.scale = shares.weight
             return
         reader.parts = []
-        own = reader.part(loss, plan, shares.num or 1).normalisers[plan.base]
+        part = reader.part(loss, plan, shares.num or 1)
+        own = part.normalisers[plan.base]
         if plan.base:
             shares.weigh(own, self._strategy.group.mean(own), [loss.detach()])
         else:
+            shares.scale = shares.weight
             reader.scale(plan)
 
     @override

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 
 from ...strategies import ConfigError
@@ -66,6 +66,8 @@ def run_job(cfg: DictConfig) -> float | None:
         verify_alone("hparams_search")
         home = cfg.run_dir if inside_hydra(cfg) else default_run_dir(cfg)
         return Search(cfg, Path(home).absolute()).execute(train)
+    if OmegaConf.select(cfg, "extras.print_config"):
+        sys.stdout.write(OmegaConf.to_yaml(cfg, resolve=True))
     result = train(cfg)
     show_summary(result, cfg.log_dir)
     if result.status == DIVERGED and not in_sweep():

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -37,9 +36,8 @@ def train(cfg: DictConfig) -> Result:
     Raises:
         ConfigError: an option can't be honoured.
     """
-    given: Any = cfg
-    if not isinstance(given, DictConfig) or "mode" not in given:
-        raise ConfigError(f"train: expected a configuration, got {type(given).__name__}. Use train(compose([...])).")
+    if not isinstance(cfg, DictConfig) or "mode" not in cfg:  # pyright: ignore[reportUnnecessaryIsInstance]  # users'
+        raise ConfigError(f"train: expected a configuration, got {type(cfg).__name__}. Use train(compose([...])).")
     if cfg.mode in ADVISORY_MODES:
         raise ConfigError(
             f"mode={cfg.mode} does not train, so train() has no result to return. Run python train.py mode={cfg.mode}."

@@ -126,8 +126,10 @@ def verify_config(cfg: DictConfig) -> None:
     """
     verify_plain(cfg)
     options = plain(cfg)
-    if cfg.resume not in (None, "last", "best", AUTO):
-        verify_checkpoint_path(Path(cfg.resume))
+    if cfg.resume not in (None, "last", "best", AUTO) and not Path(cfg.resume).is_file():
+        is_folder = "is a directory. Give a file in it, such as last.ckpt" if Path(cfg.resume).is_dir() else ""
+        wrong = is_folder or "does not exist. Give the path of a checkpoint"
+        raise ConfigError(f"resume={cfg.resume} {wrong}, or resume=last.")
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)
     for key, kind in KINDS.items():
@@ -194,14 +196,6 @@ def entries(group: str, options: Any) -> list[tuple[str, Any]]:
     if "_target_" in options:
         return [(group, options)]
     return [(f"{group}.{name}", entry) for name, entry in options.items() if entry is not None]
-
-
-def verify_checkpoint_path(path: Path) -> None:
-    """Check that a checkpoint given by path exists."""
-    if path.is_dir():
-        raise ConfigError(f"resume={path} is a directory. Give a file in it, such as last.ckpt, or resume=last.")
-    if not path.is_file():
-        raise ConfigError(f"resume={path} does not exist. Give the path of a checkpoint, or resume=last.")
 
 
 def verify_target(key: str, options: Any, kind: type) -> type:

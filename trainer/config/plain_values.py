@@ -18,15 +18,16 @@ MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 _FromMinusOne: TypeAlias = Annotated[int, Limit(">=", -1)]
 
 
-def _or_null(hint: Any) -> Any:
-    return hint | None
-
-
 PRECISIONS: TypeAlias = Literal[
     "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true",
     "64-true", "64", "32", "16", "bf16",
 ]  # fmt: skip
 """Lightning's words for `precision`."""
+
+
+def _or_null(hint: Any) -> Any:
+    return hint | None
+
 
 ROOT: dict[str, Any] = {
     "name": str,
@@ -49,6 +50,9 @@ ROOT: dict[str, Any] = {
     "compare.warmup_steps": int,
     "compare.timeout_s": Positive,
     "compare.options": dict[str, Any],
+    "extras.ignore_warnings": bool,
+    "extras.enforce_tags": bool,
+    "extras.print_config": bool,
     "launcher.max_restarts": Natural,
     "launcher.min_processes": _or_null(Count),
     "launcher.monitor_interval_s": Positive,
@@ -98,7 +102,11 @@ def verify_plain(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first mistake found.
     """
-    verify_mode(str(cfg.mode), str(cfg.monitor_mode))
+    if (mode := str(cfg.mode)) not in MODES:
+        suggestion = did_you_mean(mode, MODES, "mode=")
+        raise ConfigError(f"mode={mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
+    if cfg.monitor_mode not in ("min", "max"):
+        raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
     for key in ("precision", "trainer.precision"):
         given = _resolved(cfg, key)
         if meant := next((name for name, others in OTHER_PRECISIONS.items() if str(given).lower() in others), None):
@@ -109,6 +117,8 @@ def verify_plain(cfg: DictConfig) -> None:
         value = _resolved(cfg, key)
         if not is_own and value is not ... and SEARCHED.get(key, ...) != value:
             verify_value(key, whole(value), hint)
+    if _resolved(cfg, "extras.enforce_tags") is True and not cfg.tags:
+        raise ConfigError("tags=[] is refused by extras.enforce_tags=true. Give some, such as tags=[baseline].")
     for key in ("log_dir", "run_dir"):
         if _resolved(cfg, key) == "":
             raise ConfigError(f"{key} is empty. Give the path of a directory.")
@@ -126,15 +136,6 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except OmegaConfBaseException:
         return ...
-
-
-def verify_mode(mode: str, monitor_mode: str) -> None:
-    """Check `mode` and `monitor_mode`."""
-    if mode not in MODES:
-        suggestion = did_you_mean(mode, MODES, "mode=")
-        raise ConfigError(f"mode={mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
-    if monitor_mode not in ("min", "max"):
-        raise ConfigError(f"monitor_mode={monitor_mode} is unknown. Choose min or max.")
 
 
 def verify_all_read(cfg: DictConfig, others: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +101,8 @@ class Run:
 
 def run(cfg: DictConfig) -> Result:
     """Run `cfg.mode` of a resolved configuration in this process."""
+    if OmegaConf.select(cfg, "extras.ignore_warnings"):
+        warnings.filterwarnings("ignore")
     cfg = with_batch_size(cfg)
     if cfg.seed is not None:
         # torch notes, for each kind of device, from where it was seeded, which reads the source of every frame

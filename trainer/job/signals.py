@@ -63,7 +63,9 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
         if answer == "at once" and trainer.world_size == 1:
             raise Interrupted(signum)
         if answer == "first":
-            if frame is None or not _is_training(trainer):
+            # before the loop that would save and stop has begun, nothing is lost by ending at once
+            by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
+            if frame is None or trainer.state.fn != "fit" or not getattr(trainer.fit_loop, "takes_steps", by_step):
                 raise Interrupted(signum, begun=trainer.global_step > 0)
             trainer._signal_connector._sigterm_notifier_fn(signum, frame)
 
@@ -101,12 +103,6 @@ def handled(stop: Callable[[Answer, int, FrameType | None], None]) -> Generator[
         _heard = outer
         for signum, former in before.items():
             signal.signal(signum, former)
-
-
-def _is_training(trainer: pl.Trainer) -> bool:
-    """Whether the loop that would save and stop has begun: before that, nothing is lost by ending at once."""
-    by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
-    return trainer.state.fn == "fit" and getattr(trainer.fit_loop, "takes_steps", by_step)
 
 
 def tell_stop(exc: BaseException) -> None:

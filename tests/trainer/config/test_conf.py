@@ -39,8 +39,8 @@ def companions(choice: str) -> list[str]:
 
 
 def test_every_group_of_the_design_exists() -> None:
-    expected = "callbacks checkpoint data debug experiment hparams_search hydra launcher logger module strategy trainer"
-    assert expected.split() == GROUPS
+    expected = "callbacks checkpoint data debug experiment extras hparams_search hydra launcher logger module paths"
+    assert [*expected.split(), "strategy", "trainer"] == GROUPS
 
 
 def test_checkpoint_has_all_six_policies() -> None:
@@ -167,6 +167,32 @@ def test_a_project_has_values_of_its_machine_in_local_default(tmp_path: Path) ->
     (tmp_path / "mine.yaml").write_text("hydra:\n  searchpath: [pkg://evener.conf]\ndefaults: [train, _self_]\n")
     assert compose(config_name="mine", config_dir=tmp_path).log_dir == "elsewhere"
     assert compose().log_dir == "logs"
+
+
+def test_names_of_lightning_hydra_template_are_folders_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROJECT_ROOT", "/mine")
+    cfg = prepared(tmp_path)
+    assert (cfg.paths.data_dir, cfg.paths.log_dir, cfg.paths.output_dir) == ("/mine/data", str(tmp_path), cfg.run_dir)
+
+
+def test_tags_are_asked_for_on_request(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tags=\[\] is refused by extras\.enforce_tags=true\. Give some"):
+        prepared(tmp_path, "extras.enforce_tags=true")
+    assert prepared(tmp_path, "extras.enforce_tags=true", "tags=[first]").tags == ["first"]
+
+
+def test_the_configuration_is_printed_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["extras.print_config=true", "accelerator=cpu", "trainer.fast_dev_run=true", "logger=none"]
+    monkeypatch.setattr("sys.argv", ["train.py", *words, "trainer.enable_progress_bar=false"])
+    main()
+    told = capsys.readouterr().out
+    assert "\nstrategy:\n  _target_: evener.strategies.SingleDeviceStrategy\n" in told
+    assert "${" not in told
 
 
 def test_resolved_config_has_no_interpolation_left(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, default_run_dir, prepare, train
-from evener.trainer.config.checks import annotations, verify_checkpoint_path, verify_options
+from evener.trainer.config.checks import annotations, verify_options
 from evener.trainer.config.plain_values import ROOT
 from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch
@@ -189,7 +189,7 @@ def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None
 
 def test_a_directory_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a directory\. Give a file in it, such as last\.ckpt, or resume=last"):
-        verify_checkpoint_path(tmp_path)
+        prepare(compose([f"resume={tmp_path}", f"run_dir={tmp_path}"]))
 
 
 def test_what_python_passes_by_mistake_is_told() -> None:
