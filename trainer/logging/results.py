@@ -258,7 +258,7 @@ class LeanResults(_ResultCollection):
         if not series.on_epoch:
             return None
         if series.computed is None and self.ranks is not None:
-            return series.own_value() if series.is_tensor else None
+            return series.of_epoch() if series.is_tensor else None
         if series.computed is None and self.trainer.world_size > 1 and series.is_tensor and not series.meta.sync.should:
             rank_zero_warn(
                 f"It is recommended to use `self.log({series.meta.name!r}, ..., sync_dist=True)` when logging on epoch "

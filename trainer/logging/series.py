@@ -249,24 +249,23 @@ class Series:
             self.last = scalar(self.last, self.device, self._dtype)
         return self.last if self.on_step else None
 
-    def own_value(self) -> Tensor:
-        """This rank's value of the epoch."""
-        sums = self.sums
-        return sums.value / self._as_tensor(sums.weight) if self.kind == "mean" else sums.value.clone()
+    def of_epoch(self, reduce: Any = torch.clone) -> Tensor:
+        """This rank's value of the epoch, or, with a function that reduces over ranks, that of all."""
+        value, weight = reduce(self.sums.value), self.sums.weight
+        if self.kind != "mean":
+            return value
+        return value / reduce(weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=self.device))
 
     def compute(self) -> Any:
         """The epoch's value, reduced over ranks by Lightning's own strategies; metrics gather their own states."""
-        if self.computed is None and not self.is_tensor:
-            self.computed = self.value.compute()
-        elif self.computed is None:
+        if self.computed is None:
             reduce: Any = self.meta.sync
-            value = reduce(self.sums.value.clone())
-            mean = self.kind == "mean"
-            self.computed = value / reduce(self._as_tensor(self.sums.weight).clone()) if mean else value
-        return self.computed
 
-    def _as_tensor(self, weight: Any) -> Tensor:
-        return weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=self.device)
+            def reduce_copy(value: Tensor) -> Tensor:
+                return reduce(value.clone())
+
+            self.computed = self.of_epoch(reduce_copy) if self.is_tensor else self.value.compute()
+        return self.computed
 
     def to(self, *args: Any, **kwargs: Any) -> "Series":
         """Move all data to a device."""

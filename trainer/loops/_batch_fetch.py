@@ -89,7 +89,13 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         and not overridden(plan.precision, "convert_input", PRECISION)
     )
     if not plain:
-        return _with_hooks(plan)
+
+        def convert_and_move(batch: Batch, dataloader_idx: int) -> Batch:
+            batch = plan.precision.convert_input(batch)
+            batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+            return plan.call_as("batch_to_device", plan.strategy.batch_to_device, batch, dataloader_idx=dataloader_idx)
+
+        return convert_and_move
     contract = plan.contract
     device = contract.meeting_device or plan.strategy.root_device
     move: Callable[[Batch, int], Batch] = to_cpu if device.type == "cpu" else lambda batch, _: from_host(batch, device)
@@ -101,15 +107,6 @@ def batch_mover(plan: HookPlan) -> Callable[[Batch, int], Batch]:
         return move(batch, dataloader_idx)
 
     return begin_and_move
-
-
-def _with_hooks(plan: HookPlan) -> Callable[[Batch, int], Batch]:
-    def move(batch: Batch, dataloader_idx: int) -> Batch:
-        batch = plan.precision.convert_input(batch)
-        batch = plan.module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
-        return plan.call_as("batch_to_device", plan.strategy.batch_to_device, batch, dataloader_idx=dataloader_idx)
-
-    return move
 
 
 def to_cpu(batch: Batch, dataloader_idx: int = 0) -> Batch:

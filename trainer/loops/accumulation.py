@@ -85,20 +85,22 @@ class Accumulation:
             return output
         if self._reader is None:
             self._reader = LossReader("exact_accumulation")
-            views, args = Views(ranks=True, chunks=False), (batch, 0)[: 1 + self._takes_index()]
+            takes_index = is_param_in_hook_signature(
+                self.trainer.lightning_module.training_step, "batch_idx", min_args=2
+            )
+            views, args = Views(ranks=True, chunks=False), (batch, 0)[: 1 + takes_index]
             structure = batch_structure(self.trainer)
             self._reader.take(verified(strategy, views, False, args, structure=structure).plans)
         self._reader.begin_step()
         return self._reader.reading(lambda: loss, 1)()
 
-    def _takes_index(self) -> bool:
-        return is_param_in_hook_signature(self.trainer.lightning_module.training_step, "batch_idx", min_args=2)
-
     def divide_gradients(self) -> None:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""
         ranks = ranks_of(self.trainer.strategy)
         # ranks' gradients are summed here, so that hooks see one device's
-        divisor = _not_zero(self.total if ranks is None else ranks.group.mean(self.total) * ranks.world_size)
+        total = self.total if ranks is None else ranks.group.mean(self.total) * ranks.world_size
+        # where all weights are zero, so are the gradients, which must not become nan
+        divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for parameter in self._parameters():
             gradient = parameter.grad
@@ -161,10 +163,3 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
             self._accumulation.divide_gradients()
 
         return backward_and_divide
-
-
-def _not_zero(total: Tensor | float) -> Tensor | float:
-    """Replace a total of zero by one: all weights are then zero and so are the gradients, which must not become NaN."""
-    if isinstance(total, Tensor):
-        return torch.where(total == 0, torch.ones_like(total), total)
-    return total or 1.0

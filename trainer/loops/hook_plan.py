@@ -195,8 +195,12 @@ class HookPlan:
         """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""
         bar = self.timed_bar
         targets = [cb for cb in self.callbacks if name not in CALLBACK or overridden(cb, name, CALLBACK)]
-        if name == "on_train_batch_end":
-            targets = [cb for cb in targets if not _saves_at_epochs_only(cb)]
+        if (
+            name == "on_train_batch_end"
+        ):  # of Lightning's `ModelCheckpoint` it does nothing if that saves at epochs only
+            savers = [cb for cb in targets if isinstance(cb, ModelCheckpoint) and _ignores_outputs(cb)]
+            idle = [cb for cb in savers if cb._every_n_train_steps < 1 and cb._train_time_interval is None]
+            targets = [cb for cb in targets if cb not in idle]
         if bar is not None and hasattr(bar, name):
             targets = [bar if cb is bar.bar else cb for cb in targets]
         in_module = overridden(self.module, name, MODULE)
@@ -252,9 +256,3 @@ _IGNORING_OUTPUTS = [
 def _ignores_outputs(target: object) -> bool:
     own = "on_train_batch_end" in getattr(target, "__dict__", ())
     return getattr(type(target), "on_train_batch_end", None) in _IGNORING_OUTPUTS and not own
-
-
-def _saves_at_epochs_only(callback: Any) -> bool:
-    """Whether this is Lightning's `ModelCheckpoint` with options that make its batch hook do nothing."""
-    ignores = isinstance(callback, ModelCheckpoint) and _ignores_outputs(callback)
-    return ignores and callback._every_n_train_steps < 1 and callback._train_time_interval is None

@@ -225,8 +225,10 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         else:
             if "on_train_batch_start" in plan.work:
                 skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
-                if self._stop is not None:
-                    self._agree_to_skip(self._stop, skip, batch_idx)
+                if self._stop is not None and skip:
+                    self._stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
+                elif self._stop is not None:
+                    self._stop.skipping.num_passed += 1
             if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:
@@ -244,17 +246,15 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skip:
             raise StopIteration
-        self._end_batch(step, output, batch, batch_idx)
+        if self._results.pending is not None:
+            connector.exchange(self._results)
+        if "on_train_batch_end" in plan.work:
+            plan.call("on_train_batch_end", output, batch, batch_idx)
+        connector.finish_batch(self._results)
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
             connector.log_train_step(self._batches_that_stepped + 1)
-
-    def _agree_to_skip(self, stop: StopAgreement, skip: bool, batch_idx: int) -> None:
-        if skip:
-            stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
-        else:
-            stop.skipping.num_passed += 1
 
     def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
         asked_s = perf_counter()
@@ -262,14 +262,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
         self.data_wait_s += perf_counter() - asked_s
         return batch
-
-    def _end_batch(self, step: TrainStep, output: Any, batch: Batch, batch_idx: int) -> None:
-        plan = step.plan
-        if self._results.pending is not None:
-            self._connector.exchange(self._results)
-        if "on_train_batch_end" in plan.work:
-            plan.call("on_train_batch_end", output, batch, batch_idx)
-        self._connector.finish_batch(self._results)
 
     def _stepping(self) -> bool:
         """Whether the optimizer steps after this micro-batch."""
