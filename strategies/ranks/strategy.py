@@ -130,7 +130,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._deciders = Deciders(self.contract.agree)
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
-        self._whole = WholeSteps(self.strategy_name)
+        self.whole_steps = WholeSteps(self.strategy_name)
 
     def _allow_view(self, view: GlobalView, whole: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
         """Have steps see whole batches, or allow it where a module needs it.
@@ -158,7 +158,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self.model = self._layer_sync.revert(self.model)
         self._layer_sync, self._syncs_batchnorm = None, False
         self.sync, self.whole_sync, self.balance = sync, None, RankBalance(self.strategy_name)
-        self._whole.names |= STEPS
+        self.whole_steps.names |= STEPS
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -335,7 +335,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self._layer_sync = None
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
-        self.layout.whole = self._whole
+        self.layout.whole = self.whole_steps
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)

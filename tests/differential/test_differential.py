@@ -148,6 +148,14 @@ def test_toggled_optimizers_may_share_a_graph_under_fsdp(hunt: Hunt) -> None:
     assert verdict.word == "equal", verdict.reason
 
 
+@pytest.mark.timeout(300)
+def test_a_stop_within_an_epoch_keeps_the_shards_of_a_moving_average(hunt: Hunt) -> None:
+    """The state of stochastic weight averaging was moved to the host, and each rank has a shard: refused late."""
+    spread = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
+    verdict = hunt.judge(Case(callbacks=("swa",), options=Options(max_steps=5)), spread)
+    assert verdict.accepted, verdict.reason  # a `test` afterwards, for which the callback copies the module, is refused
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("kind", SPREADS)

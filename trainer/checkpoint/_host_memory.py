@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ...strategies.core.devices import flat_bytes, has_streams
 from ...strategies.sharding.whole import map_tensors
@@ -35,6 +36,8 @@ class HostMemory:
 
         def copy(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
+            if isinstance(tensor, DTensor):  # a shard, of a moving average say: it stays one
+                return tensor.clone()
             if not _is_dense(tensor):
                 return tensor.cpu().clone()
             same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
