@@ -41,7 +41,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_a_run_fills_one_directory(digits: Result) -> None:
     names = {path.name.split(".out.")[0] for path in Path(digits.run_dir).iterdir()}
-    assert names == {"events", "train.log", "checkpoints", "result.json", "curves.png"}
+    assert names == {"events", "train.log", "checkpoints", "result.json"}
     assert Result.read(digits.run_dir) == digits
 
 
