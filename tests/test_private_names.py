@@ -25,6 +25,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.result import _Result
 from pytorch_lightning.utilities.combined_loader import _MaxSizeCycle, _Sequential
 from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
@@ -309,3 +310,8 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     assert isinstance(nn.Dropout(), _DropoutNd)
     with SummaryWriter(str(tmp_path)) as writer:
         assert writer._get_file_writer().get_logdir() == str(tmp_path)
+
+
+def test_torch_numbers_the_groups_of_a_process_where_survivors_reset_it() -> None:
+    assert distributed_c10d._world.group_count == 0
+    assert inspect.getsource(distributed_c10d.destroy_process_group).count("_world.group_count = 0") == 1

@@ -107,6 +107,17 @@ class RankBalance:
         else:
             self.policy.verify(num_ranks, self._strategy)
 
+    def regroup(self, kept: Sequence[int]) -> None:
+        """Go on with some of the ranks; measured shares are measured again."""
+        if self._timer is not None:
+            self._timer.finish_backward()
+        self._timer = self._exchanged = None
+        if isinstance(self._weights, str):
+            self._num_steps = 0
+        elif self._weights is not None:
+            self._weights = [self._weights[rank] for rank in kept]
+        self.begin(len(kept))
+
     def begin_step(self, module: pl.LightningModule, device: torch.device, change: Change) -> None:
         """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step."""
         controller = self.kept.controller

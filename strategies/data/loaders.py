@@ -108,6 +108,13 @@ class RankLoaders:
         for divide in self.divides:
             divide.change(policy, at)
 
+    def regroup(self, rank: int, num_ranks: int, policy: Policy) -> None:
+        """Divide what is read from now on among other ranks."""
+        self.rank, self.num_ranks, self.policy = rank, num_ranks, policy
+        for divide in self.divides:  # which cuts the batches of the epoch once more
+            divide.policy, divide.num_cut = policy, 0
+            divide.changes.clear()
+
     def exchange(self, *values: float) -> list[list[float]]:
         """Exchange numbers of the ranks, and of how many global batches each has cut: a row per rank."""
         table = torch.zeros(self.num_ranks, len(values) + 1, dtype=torch.float64)

@@ -94,6 +94,11 @@ class RankShares:
         self.is_part = share is None or share.num < share.total
         self.weight = 1.0 if share is None else self._num_ranks * share.num / share.total
 
+    def regroup(self, num_ranks: int) -> None:
+        """Share the next batch among fewer ranks."""
+        self._num_ranks, self._loaders = num_ranks, ()
+        self._become(None)
+
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
         """Weight the losses by `own`, their weight on this rank, in place of samples; `total` is the ranks' mean."""
         self.scale = torch.where(total > 0, own / total, 0.0)

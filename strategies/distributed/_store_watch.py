@@ -18,6 +18,9 @@ from torch.distributed import Store
 RANK_FAILED = threading.Event()
 """Set in every rank once any of them has failed or gone: nobody is left to agree with on when to stop."""
 
+PEER_LOST = threading.Event()
+"""Set in the other ranks once one has died without which they can go on; every wait for it ends."""
+
 PING_S = 0.5
 """Seconds between two questions."""
 

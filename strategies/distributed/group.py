@@ -14,19 +14,24 @@ from lightning_fabric.plugins.environments import ClusterEnvironment
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.distributed import PrefixStore, Work
+from torch.distributed import PrefixStore, Store, Work, distributed_c10d
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
+from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
+from ._store_watch import RANK_FAILED
 from .process_exit import leave_group
 from .reduction import all_reduce
 from .signed_store import secret_check, signed
-from .store import RankError, attempt, meet, root_store, wait_for
+from .store import RankError, another_connection, attempt, keep_store, meet, root_store, wait_for
 
 PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
+
+FORM_S = 20.0
+"""Seconds in which the ranks that live connect, at most, if yet another one dies while they do."""
 
 _num_runs = 0
 
@@ -42,14 +47,20 @@ class RankCoordinator:
     """Connects this rank to the others during one run of a trainer, by a store of the run that all ranks share."""
 
     def __init__(
-        self, environment: ClusterEnvironment, timeout_s: float, num_nodes: int, devices: Sequence[torch.device]
+        self,
+        environment: ClusterEnvironment,
+        timeout_s: float,
+        num_nodes: int,
+        devices: Sequence[torch.device],
+        group: str = "",
     ) -> None:
         global _num_runs
         self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
         self._timeout_s, self._num_waits = timeout_s, 0
-        _num_runs += 1
+        _num_runs += not group
+        scope = f"run/{_num_runs}{group}"
         self.root_store = root_store(environment, timeout_s, num_nodes)
-        self._store = signed(PrefixStore(f"run/{_num_runs}", self.root_store), f"run/{_num_runs}", attempt())
+        self._store = signed(PrefixStore(scope, self.root_store), scope, attempt())
         self._join(secret_check(self.root_store, rank, [0] if rank else range(1, num_ranks)))
         self.stopping = StopAgreement(rank, num_ranks, self._store, timeout_s, devices)
         self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, timeout_s)
@@ -97,6 +108,7 @@ class RankGroup:
         devices: the devices of this process, the root device first.
         failed: whether the run has failed.
         trainer: the trainer of the run; None before the first.
+        survivor: by which this rank can go on without others; None if it can't.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -110,6 +122,7 @@ class RankGroup:
         self._side: dist.ProcessGroup | None = None
         self._verified: set[str] = set()
         self.trainer: pl.Trainer | None = None
+        self.survivor = survivors.own
 
     def meet(
         self, environment: ClusterEnvironment, num_nodes: int, backend: str, devices: Sequence[torch.device]
@@ -124,16 +137,42 @@ class RankGroup:
         self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes, devices)
         self._stopping = self.coordinator.stopping
         if not dist.is_initialized():
-            dist.init_process_group(
-                backend,
-                store=PrefixStore("group", self.coordinator.root_store),
-                rank=environment.global_rank(),
-                world_size=environment.world_size(),
-                timeout=self.timeout,
-                device_id=bound_device(devices, backend),
-            )
+            if self.survivor is not None:
+                self.survivor.keep_connections()
+            self._form(environment, backend, "group", self.coordinator.root_store, self.timeout)
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
+
+    def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store, timeout: timedelta) -> None:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(name, store),
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=timeout,
+            device_id=bound_device(self.devices, backend),
+        )
+
+    def meet_again(self, environment: ClusterEnvironment, backend: str, before: tuple[int, int], number: int) -> None:
+        """Join the process group of those that live, `number` in the run; `before` is what `environment` said."""
+        self._side, stop, coordinator = None, self.stopping, self.coordinator
+        assert coordinator is not None
+        coordinator.heartbeat.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
+        RANK_FAILED.clear()
+        keep_store(before, (environment.global_rank(), environment.world_size()))
+        count_steps, name = coordinator.heartbeat.count_steps, f"/group/{number}"
+        self.coordinator = RankCoordinator(environment, self.timeout_s, 1, self.devices, name)
+        self.coordinator.heartbeat.count_steps = count_steps
+        self._stopping = self.coordinator.stopping
+        if stop.armed and stop.signal is not None:
+            self._stopping.request(stop.signal)
+        # by a connection that is cut, too, if another rank dies meanwhile: torch waits where nothing else ends it
+        within = min(self.timeout, timedelta(seconds=FORM_S))
+        self._form(environment, backend, name, another_connection(environment), within)
+        distributed_c10d._set_pg_timeout(self.timeout)
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a run; every rank must call it."""

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -52,9 +52,13 @@ class RankProcesses:
             if time.monotonic() > min(self._deadline_s, ends_alone_s):
                 self.late = self.late or ([*left] if failed is None else [])
                 self.end(signal.SIGKILL)
-            # what a rank has forked, such as a data worker, may hold its sentinel for longer than the rank lives
-            wait([process.sentinel for process in left.values() if isinstance(process, BaseProcess)], self._poll_s)
+            self._wait(left)
         return self._failed() if failed is None else failed
+
+    def _wait(self, left: Mapping[int, Process]) -> None:
+        """Wait until one of those that are left may have ended."""
+        # what a rank has forked, such as a data worker, may hold its sentinel for longer than the rank lives
+        wait([process.sentinel for process in left.values() if isinstance(process, BaseProcess)], self._poll_s)
 
     def _failed(self) -> int | None:
         statuses = {rank: status for rank, process in enumerate(self.processes) if (status := status_of(process))}

@@ -14,7 +14,7 @@ from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..core.errors import ConfigError
-from ._store_watch import RANK_FAILED, StoreWatch
+from ._store_watch import PEER_LOST, RANK_FAILED, StoreWatch
 from .environment import verify_started
 from .signed_store import SECRET, announce
 
@@ -67,6 +67,17 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
     if (watch := _WATCHES.get((rank, num_ranks))) is not None:
         watch.deadline_s = min(watch.deadline_s, timeout_s)
     return _STORES[rank, num_ranks]
+
+
+def another_connection(environment: ClusterEnvironment) -> Store:
+    """Connect to the store of this attempt once more."""
+    store: Any = _STORES[environment.global_rank(), environment.world_size()]
+    return PrefixStore(f"evener/{attempt()}", store.clone())
+
+
+def keep_store(before: tuple[int, int], now: tuple[int, int]) -> None:
+    """Use the store of this process on, which has another rank among another number of ranks."""
+    _STORES[now], _WATCHES[now] = _STORES.pop(before), _WATCHES.pop(before)
 
 
 def silence() -> str:
@@ -218,6 +229,8 @@ def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
     """
     deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
     while not is_done():
+        if PEER_LOST.is_set():
+            raise RankError("a rank has died")
         if time.monotonic() > deadline:
             return False
         time.sleep(pause_s)

@@ -59,6 +59,8 @@ class GradientSync:
         self._trained: ReducedParameters | None = None
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
+        self._accumulated: list[tuple[nn.Parameter, Tensor]] | None = None
+        """Gradients of the optimizer step's earlier batches, apart from this one's, which may be computed again."""
 
     def begin_streams(self) -> None:
         """Learn that random numbers are about to be drawn; each rank has its own."""
@@ -97,11 +99,17 @@ class GradientSync:
 
     def wrap_again(self) -> None:
         """Wrap the parameters as they are now, and where they are."""
-        wrapper: Any = self._wrapper
-        if wrapper is not None:
-            wrapper.reducer = wrapper.logger = None  # they keep hooks on the parameters as long as they exist
-            self._strategy.model = wrapper.module
+        if self.unwrap():
             self._strategy.configure_ddp()
+
+    def unwrap(self) -> bool:
+        """Take the module out of its wrapper, if it has one."""
+        wrapper: Any = self._wrapper
+        if wrapper is None:
+            return False
+        wrapper.reducer = wrapper.logger = None  # they keep hooks on the parameters as long as they exist
+        self._strategy.model = wrapper.module
+        return True
 
     def begin_batch(self) -> None:
         """Learn that hooks of module and callbacks have seen the batch; they freeze and unfreeze layers."""
@@ -141,11 +149,16 @@ class GradientSync:
         wrapper = self._wrapper
         records = wrapper is not None and wrapper.static_graph and self._recorded is not wrapper
         self._recorded = wrapper if records and not seen else self._recorded
-        return nullcontext() if seen or wrapper is None or records else wrapper.no_sync()
+        reduces = seen or records or self._strategy.group.survivor is not None  # what one has alone dies with it
+        return nullcontext() if wrapper is None or reduces else wrapper.no_sync()
 
     def begin_backward(self, loss: Tensor) -> None:
         """Learn that a weighted loss goes backward; refuse parameters that `training_step` unfroze, too late for it."""
         strategy, trained = self._strategy, self._trained
+        if strategy.group.survivor is not None and strategy.trainer.accumulate_grad_batches > 1:
+            self._accumulated = [(p, p.grad) for p in strategy.module.parameters() if p.grad is not None]
+            for parameter, _ in self._accumulated:
+                parameter.grad = None
         if trained is None:
             return
         if not strategy.module.automatic_optimization:
@@ -167,6 +180,20 @@ class GradientSync:
                 wrapper.reducer._rebuild_buckets()
             if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
                 self._separate_from_buckets()
+        for parameter, before in self._accumulated or ():
+            parameter.grad = before if parameter.grad is None else before + parameter.grad
+
+    def settle(self) -> None:
+        """Learn that the gradients of a batch count."""
+        self._accumulated = None
+
+    def give_up(self) -> None:
+        """Give up the gradients of a batch that is computed again, if there are any."""
+        for parameter in () if self._accumulated is None else self._strategy.module.parameters():
+            parameter.grad = None
+        for parameter, before in self._accumulated or ():
+            parameter.grad = before
+        self._accumulated = None
 
     def _separate_from_buckets(self) -> None:
         """Give parameters own tensors for views of buckets, which a hook's `p.grad.data = ...` would leave there."""

@@ -84,12 +84,22 @@ class RankStep(StepContract):
         self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
         self._strategy.layout.reader = self.reader = LossReader(name)
         self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
-        self.reader.values.over_ranks = num_ranks > 1
         if plans is not None and weighs:
             self.reader.take(plans)
+        self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
+        self._count_ranks(num_ranks)
+
+    def _count_ranks(self, num_ranks: int) -> None:
+        self.reader.values.over_ranks = num_ranks > 1
         mean = self._strategy.group.mean
         self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
-        self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
+
+    def regroup(self, num_ranks: int) -> None:
+        """Go on with fewer ranks within the run."""
+        self.agreement.end()
+        self.shares.regroup(num_ranks)
+        self.metrics.sync.is_whole = num_ranks == 1
+        self._count_ranks(num_ranks)
 
     def begin_pass(self, evaluation: Any) -> None:
         """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""

@@ -1,5 +1,6 @@
 """The process side of strategies with ranks: pass what Lightning calls on to the parts that a strategy is made of."""
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -32,6 +33,7 @@ from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, ve
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.options import Positive, checked
+from ..core.patching import replaced
 from ..core.rng import random_state, seed_rank, set_random_state
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
@@ -43,6 +45,7 @@ from ..distributed.process_exit import prepare_forked
 from ..distributed.reduction import gather_unequal, reduce_tensor
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
+from ..distributed.survivors import Regrouped
 from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
 from ..pipeline.layout import StageLayout
 from ..pipeline.options import StageOptions
@@ -229,6 +232,24 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
         self.group.meet(self.cluster_environment, self.num_nodes, self._process_group_backend, self.process_devices)
+
+    def regroup(self, new: Regrouped) -> None:
+        """Go on in the same process with the ranks that live; the weights are theirs already."""
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        before, num = (self.global_rank, self.world_size), len(new.kept)
+        self.balance.regroup(new.kept)
+        self.sync.unwrap()
+        os.environ.update(RANK=str(new.rank), LOCAL_RANK=str(new.rank))
+        os.environ.update(WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
+        self.parallel_devices = self.parallel_devices[:num]
+        self.set_world_ranks()
+        self.group.meet_again(self.cluster_environment, self._get_process_group_backend(), before, new.number)
+        self.contract.regroup(num)
+        self.loaders.regroup(new.rank, num, self.balance.policy)
+        self.sync.give_up()
+        with replaced(self, "_ddp_kwargs", {**self._ddp_kwargs, "init_sync": False}):
+            self.sync.wrap(super().configure_ddp)
 
     @override
     def setup_environment(self) -> None:

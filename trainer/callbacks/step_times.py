@@ -78,6 +78,8 @@ class DDPTimes:
 
     def _ms(self, name: str) -> float | None:
         """Milliseconds of one of torch's figures; None until it has sampled a step."""
+        if self._model.logger is None:  # the module was taken out of this wrapper
+            return None
         data: dict[str, Any] = self._model._get_ddp_logging_data()
         return int(data[name]) / NS_PER_MS if name in data else None
 

@@ -176,7 +176,8 @@ class Resumable(_Around):
     def _take_position(self) -> dict[str, Any] | None:
         resumed, self._pending = self._pending, None
         self._position = 0 if resumed is None else resumed["position"]
-        self._resumed = None if resumed is None or resumed["start"] is None else resumed  # or its order was not drawn
+        self._start = None if resumed is None else resumed["start"]  # None until the order is drawn
+        self._resumed = None if self._start is None else resumed
         return resumed
 
     def _begun(

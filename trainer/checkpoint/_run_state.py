@@ -31,8 +31,13 @@ from ...strategies.sharding.whole import map_tensors
 from ._loader_state import ReadAhead, ResumableLoader, is_resumable
 
 
-def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
-    """Read this process's state, with the gradients of an unfinished step; every rank must call it."""
+def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None) -> dict[str, Any]:
+    """Read this process's state, with the gradients of an unfinished step; every rank must call it.
+
+    Args:
+        accumulating: whether there is an unfinished step.
+        weighs: whether its loss weights are read; by default as its gradients.
+    """
     loader = trainer.fit_loop._combined_loader
     module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
     results: Any = trainer.fit_loop.epoch_loop._results
@@ -42,7 +47,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
         "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
         "loaders": [] if loader is None else _positions(trainer, loader),
         "gradients": contract.whole_gradients(module) if accumulating else None,
-        "weights": _on_cpu(_accumulation(trainer).total) if accumulating else 0.0,
+        "weights": _on_cpu(_accumulation(trainer).total) if (accumulating if weighs is None else weighs) else 0.0,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(module)

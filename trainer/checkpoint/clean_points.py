@@ -5,9 +5,11 @@ restart has to guess the remaining work. Here a checkpoint is written *between* 
 its hooks, and a resumed run simply takes the next batch.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
@@ -31,7 +33,10 @@ from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
 from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
+from ._sections import Sections
 from .file_io import CheckpointError
+
+_T = TypeVar("_T")
 
 
 class ExactCheckpoints(_CheckpointConnector):
@@ -97,6 +102,13 @@ class ResumingFitLoop(_FitLoop):
     takes_steps = False
     """Whether the run has begun to train, so that a stop between two steps has something to save."""
 
+    sections: Sections | None = None
+    """The sections of a run whose ranks go on without those that die."""
+
+    def in_section(self, work: Callable[[], _T], counts: bool = True) -> _T:
+        """Do what ranks do together, and again on those that live if one dies in it; see `Sections.run`."""
+        return work() if self.sections is None else self.sections.run(work, counts)
+
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
         for saver in self._savers:
@@ -105,7 +117,7 @@ class ResumingFitLoop(_FitLoop):
                 self._save(saver, "between_batches")
             elif saver.snapshots is not None and saver.snapshots.due and within:
                 with self._at("between_batches"):
-                    saver.take_snapshot(self.trainer)
+                    self.in_section(partial(saver.take_snapshot, self.trainer))
 
     def stop_at(self, point: Place) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
@@ -127,14 +139,20 @@ class ResumingFitLoop(_FitLoop):
         return resumed.point
 
     @override
+    def on_advance_start(self) -> None:
+        self.in_section(super().on_advance_start)
+
+    @override
     def on_advance_end(self) -> None:
         if self._has_metrics:
             self._restarting = False
+        if self.sections is not None:
+            self.sections.reads = False
         try:
-            super().on_advance_end()
+            self.in_section(super().on_advance_end)
         except SIGTERMException:
             self._save_and_stop("after_epoch")
-        self.agree_to_end(at_once=True)
+        self.in_section(partial(self.agree_to_end, at_once=True))
         for saver in self._savers:
             if saver.due:
                 self._save(saver, "after_epoch")
@@ -184,7 +202,7 @@ class ResumingFitLoop(_FitLoop):
 
     def _save(self, saver: Checkpoint, point: Place) -> None:
         with self._at(point):
-            saver.save(self.trainer)
+            self.in_section(partial(saver.save, self.trainer))
 
     def _at(self, point: Place) -> AbstractContextManager[None]:
         return replaced(self, "_point", point)
@@ -199,7 +217,10 @@ class ResumingFitLoop(_FitLoop):
         for saver in self._savers:
             if saver.lacks(self.trainer):
                 self._save(saver, "after_epoch")
-        super().on_run_end()
+        self.in_section(super().on_run_end)
+        if self.sections is not None:
+            self.sections.end()
+            self.sections = None
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
@@ -320,3 +341,4 @@ class ResumingFitLoop(_FitLoop):
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
         self.takes_steps = True
         self.agree_to_end(at_once=True)
+        self.sections = Sections.of(self.trainer)

@@ -68,6 +68,11 @@ class SeparateEvaluation(_EvaluationLoop):
         trainer = self.trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return super().run()
+        fit_loop: Any = trainer.fit_loop
+        return self._run_isolated() if trainer.sanity_checking else fit_loop.in_section(self._run_isolated)
+
+    def _run_isolated(self) -> Any:
+        trainer = self.trainer
         devices = _run_state.devices_in_use(trainer)
         with rng.isolated(devices) as before, replaced(self, "random_of_training", before):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)

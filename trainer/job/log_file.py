@@ -24,6 +24,7 @@ from typing_extensions import override
 from ...strategies import ConfigError
 from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
+from ...strategies.distributed import survivors
 from ...strategies.distributed.options import UNUSED
 from ..config.checks import strategy_name
 from .result import FAILED, Result, environment
@@ -86,14 +87,22 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
         root.removeHandler(handler)
     if hydras or not root.handlers:
         added.append(ConsoleHandler())
-    if rank == 0:
+
+    def add_file() -> None:
         added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED))
+        added[-1].setFormatter(logging.Formatter(FORMAT))
+        root.addHandler(added[-1])
+        logging.disable(logging.NOTSET)
+
+    for handler in added:
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+    if rank == 0:
+        add_file()
     else:
         logging.disable(logging.WARNING)
-    for handler in added:
-        to_file = isinstance(handler, logging.FileHandler)
-        handler.setFormatter(logging.Formatter(FORMAT if to_file else "%(message)s"))
-        root.addHandler(handler)
+        if survivors.own is not None:
+            survivors.own.when_first.append(add_file)
     try:
         yield
     finally:

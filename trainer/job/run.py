@@ -22,6 +22,7 @@ from rich.console import Console
 from ...strategies import ConfigError
 from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
+from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
 from ..checkpoint import Checkpoint
@@ -198,13 +199,18 @@ def build(cfg: DictConfig) -> Parts:
     return Parts(trainer, module, data, summary)
 
 
-def log_config(trainer: pl.Trainer, cfg: DictConfig) -> None:
+def log_config(trainer: pl.Trainer, cfg: DictConfig, again: bool = False) -> None:
     """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard; on rank 0 only."""
     if not trainer.is_global_zero:
+        if survivors.own is not None and not again:
+            survivors.own.when_first.append(partial(log_config, trainer, cfg, again=True))
         return
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
-        if isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, TensorBoardLogger) and again:  # the text is in the file
+            logger.log_layout(cfg.monitor)
+            logger.differing = overridden(cfg)
+        elif isinstance(logger, TensorBoardLogger):
             logger.log_text("config", OmegaConf.to_yaml(cfg))
             logger.log_layout(cfg.monitor)
             if told := [*cfg.tags, *([cfg.notes] if cfg.notes else [])]:

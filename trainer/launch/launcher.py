@@ -26,7 +26,8 @@ from ...strategies.core.files import scratch_directory
 from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking
 from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
-from ..config.checks import AUTO, LaunchPlan
+from ...strategies.distributed.survivors import Agent, Board
+from ..config.checks import AUTO, LaunchPlan, strategy_name
 from ..job.log_file import Failure, report_killed, run_log
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
@@ -58,6 +59,8 @@ def launch(cfg: DictConfig) -> Result:
                 f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. Run on "
                 f"each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={plan.num_processes} train.py ..."
             )
+        if cfg.launcher.get("survive", False):
+            verify_survive(cfg, plan, "a cluster's launcher" if started_by else "")
         if rank == 0:
             discard_result(cfg.run_dir)
         if started_by:
@@ -69,6 +72,33 @@ def launch(cfg: DictConfig) -> Result:
         with run_log(cfg.run_dir):
             return launch_workers(cfg, plan)
 
+
+def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
+    """Refuse `launcher.survive` where ranks can't go on without one that has died.
+
+    Args:
+        launcher: what has started this process; empty if nothing has.
+    """
+    options = {name: value for name, value in cfg.strategy.items() if name in _ALONE and value != _ALONE[name]}
+    name = strategy_name(cfg)
+    if name == "ddp" and cfg.strategy.get("batch_size_is", "per_device") != "global":
+        options["batch_size_is"] = cfg.strategy.get("batch_size_is", "per_device")
+    found = (
+        launcher
+        or (f"strategy={name}" if name not in ("ddp", "balanced_ddp") else "")
+        or ("" if can_fork(plan) else f"devices={', '.join(sorted({device.type for device in plan.devices}))}")
+        or next((f"strategy.{key}={value}" for key, value in options.items()), "")
+    )
+    if found:
+        raise ConfigError(
+            "launcher.survive=true needs strategy=ddp with strategy.batch_size_is=global, or balanced_ddp, on the CPUs "
+            f"of one Linux machine, started by train.py; got {found}. Set launcher.survive=false; "
+            "launcher.max_restarts starts all ranks anew."
+        )
+
+
+_ALONE = {"devices_per_process": 1, "shard_optimizer": False, "compression": None, "global_view": "auto"}
+"""Options of strategies with which ranks go on without one that has died."""
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +193,7 @@ class Workers(RankProcesses):
         self.requests = StopRequests()
         self.ended_at_once = False
         self._cfg, self._scratch, self._forks = cfg, scratch, forks
+        self._agent: Agent | None = None
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
@@ -177,11 +208,15 @@ class Workers(RankProcesses):
             self.folder = self._scratch / str(attempt)
             self.folder.mkdir()
             with hosted_store() as place:
+                if self._cfg.launcher.get("survive", False):
+                    self._agent = Agent(Board(self.num_processes))
                 try:
                     self._start(attempt, place)
                     failed = self.join(lambda: self.requests.signum is not None)
                 finally:
                     self.end(signal.SIGKILL)
+                    if self._agent is not None:
+                        self._agent.board.close()
             # one that a signal to it has stopped has stopped the others
             if failed is None or self.requests.signum is not None or is_stop(status_of(self.processes[failed])):
                 break
@@ -208,7 +243,7 @@ class Workers(RankProcesses):
 
     def _start_one(self, variables: dict[str, str]) -> Process:
         if self._forks:
-            arguments = (self._cfg, self.folder, variables)
+            arguments = (self._cfg, self.folder, variables, None if self._agent is None else self._agent.board)
             process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
             process.start()
             return process
@@ -217,8 +252,28 @@ class Workers(RankProcesses):
 
     @override
     def _failed(self) -> int | None:
-        failed = (rank for rank, process in enumerate(self.processes) if status_of(process))
+        statuses = [status_of(process) for process in self.processes]
+        failed = [rank for rank, status in enumerate(statuses) if status and not self._is_survived(rank, statuses)]
         return min(failed, key=self.has_ended, default=None)
+
+    def _is_survived(self, rank: int, statuses: Sequence[int | None]) -> bool:
+        """Whether a rank was killed, and the others go on without it."""
+        status = statuses[rank]
+        return self._agent is not None and status is not None and status < 0 and self._agent.lose(rank, statuses)
+
+    @override
+    def _wait(self, left: Mapping[int, Process]) -> None:
+        if self._agent is None:
+            super()._wait(left)
+        else:
+            pids = {rank: process.pid for rank, process in left.items() if process.pid is not None}
+            self._agent.wait(pids, self._poll_s)
+
+    @property
+    def first(self) -> int:
+        """The first of the ranks that have not been killed while the others went on."""
+        dead = [] if self._agent is None else self._agent.dead
+        return next(rank for rank in range(self.num_processes) if rank not in dead)
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has ended in order, and not by a signal or `os._exit`."""
@@ -240,10 +295,10 @@ def is_stop(status: int | None) -> bool:
 
 def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
     """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
-    ended = Interrupted(signum, begun=workers.has_ended(0))  # rank 0 has told the rest
+    ended = Interrupted(signum, begun=workers.has_ended(workers.first))  # it has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
-    elif (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
+    elif not ended.begun and (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
         reason = (
             f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "

@@ -14,8 +14,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from ...strategies.core.files import replacing
+from ...strategies.distributed import survivors
 from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_parent, end_process, leave_in_time
 from ...strategies.distributed.store import leave_store
+from ...strategies.distributed.survivors import Board, Survivor
 from ..job.log_file import Failure
 from ..job.result import WorkerError
 from ..job.run import Run
@@ -70,7 +72,7 @@ def begin() -> None:
     die_with_parent(int(os.environ[PARENT]) if PARENT in os.environ else None)
 
 
-def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str]) -> None:
+def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board | None) -> None:
     """Run one rank in a process that was forked from the command, and has all of it imported.
 
     Raises:
@@ -83,6 +85,8 @@ def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str]) -> None
     begin()
     logging.getLogger().handlers.clear()  # the command's; a rank opens its own log
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if board is not None:
+        survivors.own = Survivor(board, int(os.environ["RANK"]))
     numpy.random.seed()  # without a seed each rank draws its own numbers
     status = exit_status(cfg, folder)
     leave_store()

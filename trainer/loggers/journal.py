@@ -6,7 +6,7 @@ Rows of CSV files are counted, and removed from a number on; TensorBoard is told
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from pytorch_lightning.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from typing_extensions import override
+
+from ...strategies.distributed.store import RankError
+from .tensorboard import TensorBoardLogger
 
 
 class MetricsFile(ExperimentWriter):
@@ -183,6 +186,38 @@ def cut_back(trainer: pl.Trainer, counted: Mapping[str, int]) -> None:
         if several or getattr(writer, "continues", False):
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
+
+
+def ends(loggers: list[Any]) -> list[int]:
+    """Write all that was logged to the disk, and say where files end: rows of one, bytes of an event file, else 0."""
+    found: list[int] = []
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            writer: Any = logger.experiment
+            writer.flush()
+            found.append(os.path.getsize(writer._get_file_writer().event_writer._file_name))
+        else:
+            file = getattr(logger, "_experiment", None)
+            if isinstance(file, MetricsFile):
+                file.save()
+            found.append(file.num_rows if isinstance(file, MetricsFile) else 0)
+    return found
+
+
+def go_on(loggers: list[Any], at: Sequence[int]) -> None:
+    """Continue the files of a process that has died, where they ended.
+
+    Raises:
+        RankError: a logger has no such file.
+    """
+    for logger, end in zip(loggers, at, strict=True):
+        if isinstance(logger, TensorBoardLogger):
+            os.truncate(sorted(Path(logger.log_dir).glob("events.out.tfevents.*"))[-1], end)
+        elif isinstance(logger, pl_loggers.CSVLogger):
+            logger._experiment = file = MetricsFile(logger.log_dir, keep=True)
+            file.keep_rows(end)
+        else:
+            raise RankError(f"{type(logger).__name__} can't be continued by another process.")
 
 
 def _files(loggers: list[Any]) -> list[MetricsFile]:

@@ -63,6 +63,7 @@ class LeanLoggerConnector(_LoggerConnector):
             if isinstance(log, ModuleLog):  # what hooks log has no weight either, as in a step without samples
                 log.receiver, self._weightless = log.without_weight, log
         self.batch_results = results
+        self._exchange.has_ended = False
         results.batch = batch
         results.batch_size = None
 
@@ -77,6 +78,11 @@ class LeanLoggerConnector(_LoggerConnector):
     def exchange(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in the training batch to what they are for the global batch."""
         self._exchange.end_step(results)
+
+    def exchange_early(self, results: LeanResults) -> None:
+        """As `exchange`, before the batch's optimizer step; what hooks log later is not a sum over the batch."""
+        self._exchange.end_step(results)
+        self._exchange.has_ended = True
 
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""

@@ -71,11 +71,13 @@ class Exchange:
         self._last: dict[int, tuple[Logged, Share | None]] = {}  # by the id of the series
         self._steps: list[tuple[int, int, Kept]] = []
         self._told: set[str] = set()
+        self.has_ended = False
+        """Whether ranks have exchanged what the training step in process has logged."""
 
     def end_step(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in a training batch to what they are for the global batch."""
         ranks, share = results.ranks, results.share
-        if ranks is not None:
+        if ranks is not None and not self.has_ended:
             self._exchange_sums(results)
         logged = results.flush()
         shared = {id(one.series): one.series for one in logged if one.series.shared}
@@ -83,7 +85,7 @@ class Exchange:
             _reduce_together(
                 shared.values(), self._trainer.strategy.reduce if ranks is None else ranks.contract.reduce_logged
             )
-        if share is not None and share.some_empty:
+        if share is not None and share.some_empty and not self.has_ended:
             _fill_empty(results, logged, share.num)
         if logged and results.shares_steps:
             _share_step_values(results.metric_steps, logged)

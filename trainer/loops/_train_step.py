@@ -14,6 +14,7 @@ compiler that does not run. Each function here does the same, and falls back to 
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -155,17 +156,22 @@ class TrainStep:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
             Empty if it returned None.
         """
+        sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
         if not stepping:
-            if not self.blocks_sync:
-                return self._forward_backward(batch, batch_idx, False)
-            with self.contract.accumulating("on_after_backward" in self.plan.work):
-                return self._forward_backward(batch, batch_idx, False)
+            accumulates = self.contract.accumulating("on_after_backward" in self.plan.work)
+            with accumulates if self.blocks_sync else nullcontext():
+                reported = self._forward_backward(batch, batch_idx, False)
+            if sections is not None:
+                sections.count()
+            return reported
         step: Any = self.automatic.optim_progress.optimizer.step
         step.total.ready += 1
         step.current.ready += 1
         reported = self._forward_backward(batch, batch_idx, True)
         if self.hooked_update or self.trainer.gradient_clip_val:
             self._before_update()
+        if sections is not None:
+            sections.count()
         self.optimizer.step()
         self.contract.finish_step()
         step.total.completed += 1

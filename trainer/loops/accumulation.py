@@ -155,11 +155,16 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         backward = super()._make_backward_fn(optimizer)
-        if backward is None or not self._accumulation.exact or self.trainer.fit_loop._should_accumulate():
+        sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
+        divides = self._accumulation.exact and not self.trainer.fit_loop._should_accumulate()
+        if backward is None or not (divides or sections is not None):
             return backward
 
         def backward_and_divide(loss: Tensor) -> None:
             backward(loss)
-            self._accumulation.divide_gradients()
+            if divides:
+                self._accumulation.divide_gradients()
+            if sections is not None:
+                sections.count()
 
         return backward_and_divide

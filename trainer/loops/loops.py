@@ -6,6 +6,7 @@ and when to stop.
 """
 
 from collections import OrderedDict
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -116,7 +117,9 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
         point = self._fit_loop.begin_epoch(data_fetcher, self.restarting)
-        super().on_run_start(data_fetcher)
+        self._fit_loop.in_section(lambda: super(LeanTrainingEpochLoop, self).on_run_start(data_fetcher))
+        if self._fit_loop.sections is not None:
+            self._fit_loop.sections.reads = True
         self._make_plan(data_fetcher)
         if point == "before_validation":  # do what comes after the batch at which it was stopped
             vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
@@ -126,7 +129,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
 
     def _agree_to_end(self, stop: StopAgreement) -> None:
         if stop.is_ending or (self.trainer.should_stop and self._fit_loop._can_stop_early):
-            self._fit_loop.agree_to_end()
+            self._fit_loop.in_section(self._fit_loop.agree_to_end)
         else:
             stop.ending.num_passed += 1
 
@@ -180,8 +183,15 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
                 return
 
     @override
-    @only_loaders_end
     def advance(self, data_fetcher: _DataFetcher) -> None:
+        sections = self._fit_loop.sections
+        if sections is None:
+            self._take_batch(data_fetcher)
+        else:
+            sections.step(partial(self._take_batch, data_fetcher))
+
+    @only_loaders_end
+    def _take_batch(self, data_fetcher: _DataFetcher) -> None:
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
         if self.batch_progress.current.ready and (
@@ -237,24 +247,29 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
                 total.started += 1
                 current.started += 1
                 output = self._optimize(step, batch, batch_idx)
+        self._fit_loop.in_section(partial(self._finish_batch, step, output, batch, batch_idx, skip), counts=False)
+
+    def _finish_batch(self, step: TrainStep, output: Any, batch: Batch, batch_idx: int, skipped: bool) -> None:
+        plan, progress = step.plan, self.batch_progress
+        total: Any = progress.total
+        current: Any = progress.current
         total.processed += 1
         current.processed += 1
-
         if plan.strategy.lr_scheduler_configs and self._stepping():
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self._num_ready_batches_reached():
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if skip:
+        if skipped:
             raise StopIteration
         if self._results.pending is not None:
-            connector.exchange(self._results)
+            self._connector.exchange(self._results)
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
-        connector.finish_batch(self._results)
+        self._connector.finish_batch(self._results)
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
-            connector.log_train_step(self._batches_that_stepped + 1)
+            self._connector.log_train_step(self._batches_that_stepped + 1)
 
     def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
         asked_s = perf_counter()
@@ -282,8 +297,11 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         return self.manual_optimization.run(kwargs)
 
     @override
-    @only_loaders_end
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        self._fit_loop.in_section(partial(self._end_advance, data_fetcher), counts=False)
+
+    @only_loaders_end
+    def _end_advance(self, data_fetcher: _DataFetcher) -> None:
         if self._stop is not None:
             self._agree_to_end(self._stop)
         if self._step is None or self._validation_may_be_due():
@@ -301,6 +319,8 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         fit_loop: Any = self.trainer.fit_loop
         if fit_loop._savers:
             fit_loop.between_batches()
+        if fit_loop.sections is not None:
+            fit_loop.sections.ends |= self.done
 
     def _validation_may_be_due(self) -> bool:
         """Whether Lightning must decide: at the last batch, on a stop, at an interval, after a restart."""

@@ -34,7 +34,7 @@ class MetricSync:
     """Replaces torchmetrics' own exchange between ranks."""
 
     def __init__(self, is_whole: bool = False) -> None:
-        self._is_whole = is_whole
+        self.is_whole = is_whole
         self._marks: dict[int, list[Mark]] = {}
         self.watched: list[Metric] = []
         """The metrics whose states grow; without any, nothing happens at a batch."""
@@ -86,7 +86,7 @@ class MetricSync:
 
     def combine(self, metric: Metric, group: Any = None) -> None:
         """Replace a metric's states by those of all ranks; every rank must call it for the same metric."""
-        if self._is_whole:
+        if self.is_whole:
             return
         window = self._windows.get(id(metric))
         own = self._own(metric, window)

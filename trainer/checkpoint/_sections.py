@@ -1,0 +1,328 @@
+"""Do a section of training once more, on the ranks that live, where a rank has died in it.
+
+| what a survivor has | once the section begins again |
+|---|---|
+| weights, optimizers | as they are: no section changes them before it counts |
+| counters of loops, attributes of module, callbacks and schedulers, buffers | as before the section |
+| metrics, values logged for the epoch, loss weights, random streams, positions | as each rank, the dead one too, has |
+| | left them on the board; carried over to fewer ranks as those of a checkpoint are |
+| points logged | each call of a logger is numbered: what is on the disk is not logged again, and the new first rank |
+| | logs what is not |
+"""
+
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import is_dataclass
+from threading import Thread
+from typing import Any, TypeVar
+
+from pytorch_lightning.loops.progress import _BaseProgress
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import LBFGS
+
+from ...strategies.core.internals import callbacks_of
+from ...strategies.data.loaders import source_of
+from ...strategies.distributed.survivors import Survivor
+from ...strategies.registry import ranks_of
+from ..loggers import journal
+from . import _run_state
+from ._resume_point import state_for
+
+_T = TypeVar("_T")
+_FEW = 64
+"""Entries of a dictionary of attributes that is copied before each section."""
+
+
+class Sections:
+    """The sections of one run of the fit loop.
+
+    Attributes:
+        reads: whether the loop is within an epoch, of which batches are left.
+        ends: whether the section that is open ends with the work in process.
+    """
+
+    def __init__(self, trainer: Any, survivor: Survivor) -> None:
+        self._trainer, self._survivor = trainer, survivor
+        self._is_armed = self._is_open = self.ends = False
+        self.reads = True
+        self._works: list[Callable[[], Any]] = []
+        self._num_counted = 0
+        self._before = _Before(trainer)
+        self._calls = _LoggerCalls(trainer, survivor)
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Sections | None":
+        """Make the sections of a run; None if its ranks can't go on without others."""
+        ranks = ranks_of(trainer.strategy)
+        survivor = None if ranks is None else ranks.group.survivor
+        if ranks is None or survivor is None:
+            return None
+        why = {
+            "steps see whole batches (strategy.global_view)": ranks.sync.evaluates_together,
+            "optimization is manual": not trainer.lightning_module.automatic_optimization,
+            "LBFGS computes a step several times": any(isinstance(one, LBFGS) for one in trainer.optimizers),
+        }
+        if found := next((reason for reason, holds in why.items() if holds), None):
+            rank_zero_warn(f"launcher.survive=true has no effect: {found}. A rank that dies ends the others.")
+            return None
+        return cls(trainer, survivor)
+
+    def run(self, work: Callable[[], _T], counts: bool = True) -> _T:
+        """Do what ranks do together, and all since the last section that counts once more if one dies in it.
+
+        Args:
+            work: changes no weights; code between two calls has no effect that matters.
+            counts: whether the section ends here; else it goes on with the next call.
+        """
+        if not self._is_armed:
+            return work()
+        if self._is_open:  # a part of other work
+            self.ends |= counts
+            return work()
+        if not self._works:
+            self._before.keep()
+            self._calls.keep()
+        self._works.append(work)
+        number, self.ends, again = self._num_counted, counts, False
+        while True:
+            self._is_open = True
+            try:
+                for earlier in self._works[:-1] if again else ():
+                    with suppress(StopIteration):
+                        earlier()
+                result = work()
+                if self.ends:
+                    self.count()
+                return result
+            except StopIteration:
+                raise
+            except Exception as exc:  # whatever waits for a rank that has died
+                if self._num_counted != number or not self._survivor.has_lost(exc):
+                    raise
+            finally:
+                self._is_open = False
+            self._go_on()  # here the error's frames hold nothing any more
+            again = True
+
+    def step(self, work: Callable[[], None]) -> None:
+        """Train a batch; from the end of the first one on ranks can go on without others."""
+        if self._is_armed:
+            self.run(work, counts=False)
+            return
+        self._is_open = True
+        try:
+            work()
+            self.count()
+        finally:
+            self._is_open = False
+        self._is_armed = True
+        self._survivor.arm()
+
+    def count(self) -> None:
+        """Have the section count, on this rank once it does on all: weights may change."""
+        if not self._is_open:
+            return
+        loop, strategy = self._trainer.fit_loop.epoch_loop, self._trainer.strategy
+        if self._trainer.training and loop._results.pending is not None:
+            self._trainer._logger_connector.exchange_early(loop._results)
+        self._survivor.commit(self._record())
+        strategy.sync.settle()
+        self._num_counted += 1
+        self._works.clear()
+        self._is_open = False
+
+    def end(self) -> None:
+        """End: from here on a rank that dies ends the others."""
+        self._is_armed = False
+        self._survivor.arm(False)
+        self._survivor.when_first.clear()
+        self._before.forget()  # which holds iterators, whose workers end with them
+        self._works.clear()
+        self._calls.end()
+
+    def _record(self) -> bytes:
+        return pickle.dumps(_run_state.capture(self._trainer, accumulating=False, weighs=True))
+
+    def _go_on(self) -> None:
+        while True:
+            try:
+                self._regroup()
+                return
+            except Exception as exc:  # another one has died meanwhile
+                if not self._survivor.has_lost(exc):
+                    raise
+
+    def _regroup(self) -> None:
+        trainer, survivor, since_s = self._trainer, self._survivor, time.monotonic()
+        strategy, was_first = trainer.strategy, trainer.is_global_zero
+        new = survivor.regroup(strategy.group.timeout_s)
+        self._before.restore()
+        self._calls.restore()
+        strategy.regroup(new)
+        loop, num = trainer.fit_loop.epoch_loop, len(new.kept)
+        for one in (loop._results, loop.val_loop._results):
+            vars(one).pop("ranks", None)
+            one.quick.clear()
+            for key in [key for key, series in one.items() if series.is_tensor]:  # of a validation none count yet
+                del one[key]
+        state = state_for([pickle.loads(one) for one in new.records], new.rank, num, trainer.lightning_module)
+        self._share_loaders(new.rank, num, state["loaders"])
+        _run_state.restore(trainer, state, begins_epoch=False)
+        if trainer.is_global_zero and not was_first:
+            self._become_first()
+        survivor.ready(self._record())
+        rank_zero_info(
+            f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
+            f"{time.monotonic() - since_s:.2f} s."
+        )
+
+    def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
+        """Read what is left of the epoch in other parts."""
+        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+        evaluated = loop.val_loop._combined_loader
+        for loader in (*combined.flattened, *(() if evaluated is None else evaluated.flattened)):
+            source: Any = source_of(loader)
+            if source is not None:
+                source.rank, source.num_ranks = rank, num
+        if not self.reads:
+            _run_state.restore_generators(combined, states)
+            return
+        before = [one for one in combined._iterator.iterators if hasattr(one, "close")]
+        stateful = [loader for loader in combined.flattened if hasattr(loader, "state_dict")]
+        for loader, state in zip(stateful, states, strict=True):
+            loader.load_state_dict(state)
+        iter(fetcher)
+        fetcher.fetched += loop.batch_progress.current.ready
+        loop._make_plan(fetcher)
+        # its workers may be in the middle of a batch
+        Thread(target=lambda: [one.close() for one in before], name="evener-readers", daemon=True).start()
+
+    def _become_first(self) -> None:
+        for take_over in self._survivor.when_first:
+            take_over()
+        self._calls.take_over()
+
+
+class _Before:
+    """What survivors had before a section, apart from what is on the board."""
+
+    def __init__(self, trainer: Any) -> None:
+        loops = (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop)
+        automatic = loops[1].automatic_optimization
+        counters = [one for loop in (*loops, automatic) for value in vars(loop).values() for one in _counters(value)]
+        self._trainer = trainer
+        contract = trainer.strategy.contract
+        self._owners = [
+            *loops, *counters, automatic, loops[1].accumulation, loops[1]._results, loops[2]._results, trainer,
+            trainer.state, trainer._logger_connector, trainer._logger_connector._exchange, trainer.lightning_module,
+            contract, contract.metrics.sync, trainer.strategy.structures.lists,
+        ]  # fmt: skip
+        self._spaces: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = []
+        self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._modes: list[tuple[Any, bool]] = []
+
+    def keep(self) -> None:
+        trainer = self._trainer
+        owners = [*self._owners, *callbacks_of(trainer), *(one.scheduler for one in trainer.lr_scheduler_configs)]
+        spaces = [vars(owner) for owner in owners]
+        spaces += [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._spaces = [(space, dict(space), _containers(space)) for space in spaces]
+        buffers = self._buffers
+        self._buffers = {}
+        for one in trainer.lightning_module.buffers():
+            known = buffers.get(id(one))
+            if known is None or known[0] is not one or known[1] != one._version:
+                known = (one, one._version, one.detach().clone())
+            self._buffers[id(one)] = known
+        self._modes = [(layer, layer.training) for layer in trainer.lightning_module.modules()]
+
+    def restore(self) -> None:
+        self._trainer._logger_connector._leave_batch()
+        for space, kept, containers in self._spaces:
+            for key in space.keys() - kept.keys():
+                del space[key]
+            space.update(kept)
+            for value, content in containers:
+                if isinstance(value, list):
+                    value[:] = content
+                else:
+                    value.clear()
+                    value.update(content)
+        for one, version, copy in self._buffers.values():
+            if one._version != version:
+                one.detach().copy_(copy)
+        for layer, mode in self._modes:
+            layer.training = mode
+
+    def forget(self) -> None:
+        self._spaces, self._modes = [], []
+
+
+def _counters(value: Any) -> list[Any]:
+    """A counter of a loop, and those in it."""
+    if not isinstance(value, _BaseProgress) and not is_dataclass(value):
+        return []
+    return [value, *(one for part in vars(value).values() for one in _counters(part))]
+
+
+def _containers(space: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [
+        (value, value.copy())
+        for value in space.values()
+        if (type(value) is list or type(value) is dict) and len(value) < _FEW
+    ]
+
+
+class _LoggerCalls:
+    """Has each call of `log_metrics` reach the disk once, whichever rank is the first one."""
+
+    def __init__(self, trainer: Any, survivor: Survivor) -> None:
+        self._trainer, self._survivor = trainer, survivor
+        self._num = self._num_before = 0
+        self._calls: dict[int, tuple[Callable[..., None], Any, Any]] = {}
+        self._note(0)
+        for logger in trainer.loggers:
+            logger.log_metrics = self._numbered(logger.log_metrics)
+
+    def _numbered(self, log: Callable[..., None]) -> Callable[..., None]:
+        def numbered(metrics: Any, step: Any = None) -> None:
+            self._num += 1
+            written = self._survivor.num_logged
+            if self._num <= written:
+                return
+            if not self._trainer.is_global_zero:
+                self._calls = {number: call for number, call in self._calls.items() if number > written}
+                self._calls[self._num] = (log, dict(metrics), step)
+                return
+            log(metrics, step)
+            self._note(self._num)
+
+        return numbered
+
+    def _note(self, number: int) -> None:
+        if self._trainer.is_global_zero:
+            self._survivor.note_logged(number, journal.ends(self._trainer.loggers))
+
+    def keep(self) -> None:
+        self._num_before = self._num
+
+    def restore(self) -> None:
+        self._num = self._num_before
+
+    def take_over(self) -> None:
+        """Log what the rank before has not."""
+        journal.go_on(self._trainer.loggers, self._survivor.logged_ends())
+        written = self._survivor.num_logged
+        for number, (log, metrics, step) in sorted(self._calls.items()):
+            if written < number <= self._num:
+                log(metrics, step)
+                self._note(number)
+
+    def end(self) -> None:
+        """Leave the loggers as they were."""
+        for logger in self._trainer.loggers:
+            vars(logger).pop("log_metrics", None)
