@@ -1,6 +1,5 @@
 """Cut the values of a batch by sizes, each by its role."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import PartsDiffer
-from .tree import SHARED, Items, Path, called, children, is_array, is_sequence, rebuild, splits_itself
+from .tree import SHARED, Path, called, children, is_array, is_sequence, rebuild, splits_itself
 
 Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
 """What a value is: one row per sample, one element per sample, the same for all samples, or a structure of values."""
@@ -46,28 +45,8 @@ def cut(
 def _cut_structure(
     value: Any, sizes: list[int], role_of: RoleOf, root: str, factors: Mapping[Path, int], path: Path
 ) -> list[Any]:
-    items = children(value) or []
-    parts = [
-        _cut_labels(child, items, sizes)
-        if _is_labels(child)
-        else cut(child, sizes, role_of, root, factors, (*path, key))
-        for key, child in items
-    ]
+    parts = [cut(child, sizes, role_of, root, factors, (*path, key)) for key, child in children(value) or []]
     return [rebuild(value, [part[i] for part in parts]) for i in range(len(sizes))]
-
-
-def _is_labels(value: Any) -> bool:
-    pandas = sys.modules.get("pandas")  # not a dependency: a batch with its objects has imported it
-    return pandas is not None and isinstance(value, pandas.Index)
-
-
-def _cut_labels(labels: Any, beside: Items, sizes: list[int]) -> list[Any]:
-    """Share labels of columns; cut those of samples: they have as many entries, and name no axis of a tensor beside."""
-    num = sum(sizes)
-    shapes = [value.shape[1:] for _, value in beside if isinstance(value, (Tensor, np.ndarray))]
-    if len(labels) != num or any(num in shape for shape in shapes):
-        return [labels] * len(sizes)
-    return _slices(labels, sizes)
 
 
 def _cut_by_itself(value: Any, sizes: list[int], name: str) -> list[Any]:

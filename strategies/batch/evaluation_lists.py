@@ -192,10 +192,16 @@ class EvaluationLists:
             held = _held_by_hooks(replicas[0])
             self._parts.append(PartLists([_own_lists(space, held) for space in self._parts[0].spaces]))
             self._parts[-1].begin()
-        swapped = [(i, _Swap(self._parts[i].spaces, replicas[i])) for i in used if i]
+        before = {i: [dict(vars(part)) for part in lightning_modules(replicas[i])] for i in used if i}
+        pairs = {i: list(zip(self._parts[i].spaces, lightning_modules(replicas[i]), strict=True)) for i in before}
+        for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
+            vars(module).update(own)
         yield
-        for _, swap in swapped:
-            swap.undo()
+        for i, kept in before.items():
+            for (own, module), was in zip(pairs[i], kept, strict=True):
+                made = {n: v for n, v in vars(module).items() if n not in was and isinstance(v, (list, dict))}
+                own.update({name: vars(module)[name] for name in own if name in vars(module)} | made)
+                vars(module).update({name: was[name] for name in own if name in was})
         for i, size in zip(used, sizes, strict=True):
             self._parts[i].take(self._batch, size)
 
@@ -221,29 +227,25 @@ class EvaluationLists:
             return
         parts = [(part.added, part.entries()) for part in self._parts]
         if self._gather is not None:
-            if not self._is_to_gather(parts, rest):
+            if not self._is_to_gather(self._gather, parts, rest):
                 return
             parts = [part for rank in self._gather(_on_host(parts)) for part in rank]
-        with torch.no_grad():
-            self._join(step, parts)
-
-    def _join(self, step: str, parts: Sequence[tuple[dict[Path, list[Added]], dict[Path, dict[Any, Any]]]]) -> None:
-        root = self._parts[0]
-        for path in dict.fromkeys(path for added, _ in parts for path in added):
+        every = dict.fromkeys(path for added, entries in parts for path in (*added, *entries))
+        for path in every:
+            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
             batches: dict[Key, list[Added]] = {}
             for one in (one for added, _ in parts for one in added.get(path, ())):
                 batches.setdefault(one.batch, []).append(one)
-            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
-            root.put(path, join.elements([batches[key] for key in sorted(batches)]))
-        for path in dict.fromkeys(path for _, entries in parts for path in entries):
-            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
-            root.update(path, join.entries([entries[path] for _, entries in parts if path in entries]))
+            with torch.no_grad():
+                if batches:
+                    root.put(path, join.elements([batches[key] for key in sorted(batches)]))
+                else:
+                    root.update(path, join.entries([entries[path] for _, entries in parts if path in entries]))
 
-    def _is_to_gather(self, parts: Any, rest: float) -> bool:
+    def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
         """Whether any rank has something to gather; all together not too much."""
-        assert self._gather is not None
         tensors = [value for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray))]
-        ranks = self._gather((any(map(any, parts)), sum(value.nbytes for value in tensors)))
+        ranks = gather((any(map(any, parts)), sum(value.nbytes for value in tensors)))
         total = sum(size for _, size in ranks) * rest / 2**20
         if total > self._limit_mb:
             raise ConfigError(
@@ -252,24 +254,6 @@ class EvaluationLists:
                 "raise it, if the host's memory holds as much for each rank."
             )
         return any(has for has, _ in ranks)
-
-
-class _Swap:
-    """Puts lists into the attributes of a replica until `undo`."""
-
-    def __init__(self, spaces: Sequence[Space], replica: pl.LightningModule) -> None:
-        modules = [vars(part) for part in lightning_modules(replica)]
-        self._pairs = [(own, module, dict(module)) for own, module in zip(spaces, modules, strict=True)]
-        for own, module, _ in self._pairs:
-            module.update(own)
-
-    def undo(self) -> None:
-        """Take them back, and those that the step has made."""
-        for own, module, before in self._pairs:
-            for name, value in list(module.items()):
-                if name in own or (name not in before and isinstance(value, (list, dict))):
-                    own[name] = value
-                    module[name] = before.get(name, value)
 
 
 def _held_by_hooks(module: nn.Module) -> set[int]:

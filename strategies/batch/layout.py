@@ -29,14 +29,12 @@ class Layout(Protocol):
         devices: the devices of the process, the root device first.
         losses: what the last training step logged, or returned, as its loss.
         whole: the steps that get whole batches.
-        goes_backward_early: whether parts of a batch go backward before the loss of the batch is known.
         reader: reads what the losses of the parts of a batch divide by.
     """
 
     devices: list[torch.device]
     losses: list[Tensor]
     whole = WholeSteps()
-    goes_backward_early = False
     reader: LossReader = LossReader("")
 
     @property

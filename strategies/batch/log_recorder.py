@@ -19,7 +19,7 @@ from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
-from .exact.values import Program, Tape, Values
+from .exact.values import RETURNED, Program, Tape, Values
 from .losses import FOUND, ChunkLosses, chunk_losses, is_loss, losses_in
 from .part_metrics import PartMetrics, finds_others
 from .results import ResultStructure, combine
@@ -106,7 +106,7 @@ class LogRecorder:
     @contextmanager
     def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
         """Record the calls of one step, and what its values are computed of."""
-        self._values, self._programs, self._tapes = values, values.of(step, loader), {}
+        self._values, self._programs, self._tapes = values, values.all_of(step, loader), {}
         self._constants = values.constants.get((step, loader))
         self._calls = [[] for _ in self._modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
@@ -166,12 +166,11 @@ class LogRecorder:
                 value = of_metric
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
-    def combine(self, outputs: list[Any], valued: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
+    def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
 
         Args:
             outputs: one per chunk that has samples.
-            valued: the same, with the losses to be combined.
             sizes: samples per chunk.
             structure: of what `training_step` returns.
 
@@ -186,10 +185,13 @@ class LogRecorder:
         if all(output is None for output in outputs):
             self.replay(sizes)
             return None
-        losses = chunk_losses(valued, sizes, self._strategy)
-        losses.shown = [output["loss"] if isinstance(output, dict) else output for output in outputs]
+        losses = chunk_losses(outputs, sizes, self._strategy)
         self.replay(sizes, losses)
         loss = losses.combine(self._device)
+        if RETURNED in self._programs:  # by each of its leaves
+            used = [i for i, size in enumerate(sizes) if size > 0]
+            values = [own.detach() for own in losses.losses]
+            loss = loss + (self._of_parts(RETURNED, used, values, loss.detach()) - loss.detach())
         if not isinstance(outputs[0], dict):
             return loss
         result = dict(outputs[0]) if len(outputs) == 1 else {}
@@ -252,14 +254,9 @@ class LogRecorder:
         used = [i for i, size in enumerate(sizes) if size > 0]
         if losses is None or [call.replica for call in calls] != used:
             return None
-        shown = losses.shown or losses.losses
-        if not all(is_loss(call.value, shown[i]) for i, call in enumerate(calls)):
+        if not all(is_loss(call.value, own) for call, own in zip(calls, losses.losses, strict=True)):
             return None
-        values = [
-            call.kept if own is loss else loss.detach()
-            for call, own, loss in zip(calls, shown, losses.losses, strict=True)
-        ]
-        return ChunkLosses(values, losses.weights).combine(self._device)
+        return ChunkLosses([call.kept for call in calls], losses.weights).combine(self._device)
 
     def _of_metric(self, calls: list[_Call]) -> Any:
         """The whole batch's value, if each chunk logged what a metric returned for it."""
@@ -270,17 +267,22 @@ class LogRecorder:
 
     def _of_program(self, calls: list[_Call], otherwise: Any, options: dict[str, Any]) -> Any:
         """The whole batch's value, if there is a program that makes it."""
-        program = self._programs.get(calls[0].name)
+        name = calls[0].name
         others = options.get("reduce_fx", "mean") != "mean" or not isinstance(otherwise, (Tensor, float))
-        if program is None or len(calls) < len(self._tapes) or others:
+        if name not in self._programs or len(calls) < len(self._tapes) or others:
             return otherwise
-        rows = [self._tapes[call.replica].rows(program, self._device) for call in calls]
-        values = [torch.as_tensor(call.kept).to(self._device) for call in calls]
-        self._values.rows[calls[0].name] = merged = program.merged(rows)
-        fits = torch.stack([program.fits(own, value) for own, value in zip(rows, values, strict=True)]).all()
+        value = self._of_parts(name, [call.replica for call in calls], [call.kept for call in calls], otherwise)
+        return self._values.noted(name, value)
+
+    def _of_parts(self, name: str, parts: Sequence[int], values: Sequence[Any], otherwise: Any) -> Tensor:
+        """What a program makes of parts, if it makes their own values."""
+        program = self._programs[name]
+        rows = [self._tapes[part].rows(program, self._device) for part in parts]
+        self._values.rows[name] = merged = program.merged(rows)
+        own = [torch.as_tensor(value).to(self._device) for value in values]
+        fits = torch.stack([program.fits(row, value) for row, value in zip(rows, own, strict=True)]).all()
         value = program.value(merged)
-        value = torch.where(fits, value, torch.as_tensor(otherwise).to(value))
-        return self._values.noted(calls[0].name, value)
+        return torch.where(fits, value, torch.as_tensor(otherwise).to(value))
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
         values = [call.kept.reshape(()) if isinstance(call.kept, Tensor) else call.kept for call in calls]

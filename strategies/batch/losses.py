@@ -1,7 +1,7 @@
 """Weigh losses by their numbers of samples, or by the `loss_weight` that the module returns, and combine them.
 
 A `training_step` returns the mean loss of its samples, or of something else (tokens, valid pixels), whose number is
-found (`normalisers.py`), or given as `{"loss": mean, "loss_weight": n}`. Wherever means over unequal parts are combined
+found (`exact/plans.py`), or given as `{"loss": mean, "loss_weight": n}`. Wherever means over unequal parts are combined
 (chunks of a replica, ranks, micro-batches of an accumulated step), part i has the weight w_i / sum(w), which makes the
 mean over the whole batch.
 """
@@ -30,12 +30,10 @@ class ChunkLosses:
     Args:
         losses: one scalar per chunk that has samples, each on its own device.
         weights: samples per chunk, or the `loss_weight` that the module returned.
-        shown: the losses as the module knows them; None for `losses`.
     """
 
     losses: list[Tensor]
     weights: list[Tensor | float]
-    shown: list[Tensor] | None = None
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
@@ -114,12 +112,10 @@ class WeighedLoss:
     Args:
         losses: tensors that are the loss where they are logged; each shares its storage with what was logged.
         scale: this rank's fraction of the weight of the global batch, times the number of ranks; of shape ().
-        value: what counts in place of the loss, of which a term has another normaliser than `scale`; None for the loss.
     """
 
     losses: Sequence[Tensor]
     scale: Tensor
-    value: Tensor | None = None
 
     def is_loss(self, value: Any) -> bool:
         """Whether a logged value is the loss, or the loss detached."""

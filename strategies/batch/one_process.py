@@ -113,7 +113,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         self.layout.reader = self.reader = LossReader(self.strategy_name)
-        self.reader.at_once = self.layout.goes_backward_early
         self._is_verified = not (self.layout.cuts_steps or weighs_in_loop(trainer))
         self.layout.begin(trainer, self.structures)
 
@@ -179,9 +178,9 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             assert self.lightning_module is not None
             self.whole.take("training_step", exc)
             if weighs_in_loop(self.lightning_module.trainer):
-                self.reader.take(exc.plans)
+                self.reader.take(exc.plans, self.lightning_module)
             return
-        self.reader.take(found.plans)
+        self.reader.take(found.plans, self.lightning_module)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Join what the parts of batches return, or append to lists, to what one device has for the whole batches.
 
-tensor, array        rows of all parts
+tensor, array        rows of all parts, unless their number is one whatever the samples are
 list                 elements of all parts; a structure, if its length is one number whatever the samples are
 dict, tuple          each value by itself
 fraction             mean over the samples
@@ -10,7 +10,6 @@ anything else        what it is in all parts
 
 import builtins
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +21,7 @@ from ..core.devices import scalar
 from ..core.no_value import no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
-from .tree import Path, called, children, is_array, is_sequence, rebuild, row_counts, walk
+from .tree import Path, called, children, is_array, is_sequence, rebuild, walk
 
 Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""
@@ -32,42 +31,20 @@ class _Unknown(Exception):  # the joiner's owner says what to do
     """A value of the whole batch does not follow from those of its parts; says why."""
 
 
-@dataclass
-class _Lengths:
-    """Lengths, or whole numbers, that parts have at one place, and their samples; two of each are kept."""
-
-    lengths: list[float] = field(default_factory=list[float])
-    samples: list[float] = field(default_factory=list[float])
-    are_samples: bool = True
-
-    def see(self, length: float, num: float) -> None:
-        """Learn those of a part."""
-        self.are_samples = self.are_samples and length == num
-        for known, one in (self.lengths, length), (self.samples, num):
-            if len(known) < 2 and one not in known:
-                known.append(one)
-
-    @property
-    def vary(self) -> bool:
-        """Whether parts of unequal lengths, or numbers of samples, were seen."""
-        return len(self.lengths) > 1 or len(self.samples) > 1
-
-
 class Joiner:
-    """Joins the values of parts, by what was seen of all that it has joined.
+    """Joins the values of parts; what unequal parts show of a path is kept.
 
     Args:
         word: what the user said of the value at a path: `sum`, `mean`, `list`, `rows` or `shared`; None for nothing.
         unknown: what stands for a value that can't be joined, of its path and the reason; or raises.
-        appended: whether steps append them to lists: then whole numbers add up, and a tuple is a structure unless its
-            length follows the samples.
+        appended: whether steps append them to lists: then whole numbers add up.
     """
 
     def __init__(
         self, word: Callable[[Path], str | None], unknown: Callable[[Path, str], Any], appended: bool = False
     ) -> None:
         self._word, self._unknown, self._appended = word, unknown, appended
-        self.known: dict[Path, _Lengths] = {}
+        self._follow: dict[Path, bool] = {}
 
     def join(self, batches: Batches, path: Path = (), device: torch.device | None = None) -> list[Any]:
         """Join the values at a path: one for each batch, on a device, or on that of the first part."""
@@ -77,51 +54,36 @@ class Joiner:
             return [self._unknown(path, str(exc))] * len(batches)
 
     def _joined(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
-        (first, *_), _ = batches[0]
-        word, lengths = self._word(path), self.known.get(path, _Lengths())
-        if is_listed := is_array(first) or is_sequence(first):
-            lengths = self._seen(batches, path, len)
+        (first, *_), sizes = batches[0]
+        word = self._word(path)
         if word in ("sum", "mean") and (is_array(first) or children(first) is None):
-            return [combine(parts, sizes, word, device) for parts, sizes in batches]
+            return [combine(parts, of, word, device) for parts, of in batches]
+        if kinds := {type(part).__name__ for parts, _ in batches for part in parts if type(part) is not type(parts[0])}:
+            raise _Unknown(f"differs between parts in its type ({', '.join(sorted({type(first).__name__, *kinds}))})")
         if word == "shared":
             if not isinstance(first, Tensor) and not all(are_equal(parts) for parts, _ in batches):
                 raise _Unknown("differs between parts, and batch_dims says that it is the same for all samples")
             return [parts[0] for parts, _ in batches]
         if is_array(first):
-            if word is None and len(lengths.lengths) == 1 and not _may_be_rows(lengths):
-                shown = " and ".join(f"{num:g}" for num in lengths.samples)
-                raise _Unknown(f"has {lengths.lengths[0]} rows in parts of {shown} samples")
+            if word is None and not self._are_samples(batches, path, len):
+                raise _Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
             return [_concatenated(parts, device) for parts, _ in batches]
-        if is_listed and (word == "list" or (word is None and self._is_list(first, lengths))):
+        if is_sequence(first) and (word == "list" or (word is None and self._are_samples(batches, path, len))):
             return [type(first)([value for part in parts for value in part]) for parts, _ in batches]
         if children(first) is not None:
             return self._structures(batches, path, device)
         return self._leaves(batches, path, device)
 
-    def _seen(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> _Lengths:
-        lengths = self.known.setdefault(path, _Lengths())
-        for parts, sizes in batches:
-            for part, num in zip(parts, sizes, strict=True):
-                if type(part) is not type(parts[0]):
-                    kinds = ", ".join(sorted({type(one).__name__ for one in parts}))
-                    raise _Unknown(f"differs between parts in its type ({kinds})")
-                lengths.see(length(part), num)
-        return lengths
-
-    def _is_list(self, first: Any, lengths: _Lengths) -> bool:
-        """Whether a list, or a tuple, is no structure."""
-        if lengths.vary or not lengths.are_samples:
-            return lengths.are_samples or len(lengths.lengths) > 1
-        if self._appended and type(first) is tuple:
-            return False
-        (num,) = lengths.lengths
-        inside = [count for _, count in row_counts(first)]
-        if inside and all(count == num for count in inside):
-            raise _Unknown(
-                f"is a list of {num:g} values of {num:g} rows each in parts of {num:g} samples: "
-                "its elements may be samples (list), or its rows (0)"
-            )
-        return True
+    def _are_samples(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> bool:
+        """Whether lengths follow the samples of parts, or vary otherwise; if not they are those of a structure."""
+        lengths = [length(part) for parts, _ in batches for part in parts]
+        sizes = [size for _, of in batches for size in of]
+        if len(set(lengths)) == len(set(sizes)) == 1:  # which tells nothing: what is as long as the parts is samples
+            (first, *_), _ = batches[0]
+            is_structure = _is_structure(first) or (self._appended and type(first) is tuple)
+            return self._follow.get(path, not lengths[0] or (lengths == sizes and not is_structure))
+        self._follow[path] = lengths == sizes or len(set(lengths)) > 1
+        return self._follow[path]
 
     def _structures(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
         items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
@@ -139,12 +101,12 @@ class Joiner:
     def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
         (first, *others), sizes = batches[0]
         if is_fraction(first):
-            return [combine(parts, sizes, "mean", device) for parts, sizes in batches]
+            return [combine(parts, of, "mean", device) for parts, of in batches]
         alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
         if is_whole(first):
-            are_samples = not isinstance(first, Tensor) and self._seen(batches, path, float).are_samples
-            if (self._appended and (are_samples or not alike)) or (are_samples and self.known[path].vary):
-                return [combine(parts, sizes, "sum", device) for parts, sizes in batches]
+            counts = not isinstance(first, Tensor) and all(list(parts) == list(of) for parts, of in batches)
+            if (self._appended and not alike) or (counts and self._are_samples(batches, path, float)):
+                return [combine(parts, of, "sum", device) for parts, of in batches]
             alike = alike and self._appended
         if alike:
             return [parts[0] for parts, _ in batches]
@@ -164,22 +126,6 @@ class ResultStructure:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
         self._joiner = Joiner(self._said, self._no_value)
         self._is_settled = False
-        """Whether results were seen whose structure is certain; see `unequal`."""
-
-    @property
-    def decided(self) -> list[Any]:
-        """What is known, as plain data, with which a resumed run cuts as this one does; names that are none are left
-        out, and found again."""
-        known = [[list(path), *vars(lengths).values()] for path, lengths in self._joiner.known.items()]
-        is_plain = all(isinstance(key, (str, int)) for path, *_ in known for key in path)
-        return [self._is_settled, known] if is_plain else [False, []]
-
-    @decided.setter
-    def decided(self, saved: Sequence[Any]) -> None:
-        is_settled, known = saved
-        is_of_this_version = all(len(one) == 4 for one in known)
-        self._is_settled = is_settled and is_of_this_version
-        self._joiner.known = {tuple(path): _Lengths(*lengths) for path, *lengths in known if is_of_this_version}
 
     def unequal(self, sizes: Sequence[int]) -> list[int]:
         """Move a sample from the last chunk to the first where all are of one size and results are not yet known.
@@ -246,10 +192,16 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _may_be_rows(lengths: _Lengths) -> bool:
-    """Whether parts that all have as many rows have a multiple of their samples."""
-    rows = lengths.lengths[0]
-    return not rows or (len(lengths.samples) == 1 and not rows % lengths.samples[0])
+def _is_structure(value: Any) -> bool:
+    """Whether a value that is as long as the parts is no list of samples.
+
+    It holds arrays only, each with as many rows as it has elements; values of several types; or, a tuple, fractions.
+    """
+    if not is_sequence(value):
+        return False
+    rows = {len(part) if is_array(part) else -1 for part in value}
+    several = len({type(part) for part in value}) > 1
+    return rows == {len(value)} or several or (type(value) is tuple and any(map(is_fraction, value)))
 
 
 def _concatenated(parts: Sequence[Any], device: torch.device | None) -> Any:

@@ -18,7 +18,7 @@ from .samples import FewSamples, loaders_in
 from .structure import BatchStructure
 from .tree import option_key
 
-_TRIED = 3
+_TRIED = 7
 """Samples that show what is as long as they are."""
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -56,12 +56,12 @@ class RunStructures:
         return self._batches[key]
 
     def _new(self, loaders: Sequence[tuple[Any, Any]], trainer: pl.Trainer, index: int) -> BatchStructure:
-        """Make a structure of batches of two sizes, if samples can be chosen; else the first batch decides."""
+        """Make a structure of a few samples, if they can be chosen; else the first batch decides."""
         structure = BatchStructure(self.options, loaders)
         with suppress(Exception):  # code of the user's, on other batches than it is made for
             few = FewSamples(trainer.lightning_module, trainer._active_loop, index, _TRIED, repeats=True)
             device = trainer.strategy.root_device
-            structure.settle({j: few.batch(0, j, device) for j in (_TRIED, _TRIED - 1)})
+            structure.settle(few.batch(0, _TRIED, device), _TRIED)
         return structure
 
     def of_stream(self, loader: Any) -> BatchStructure:
@@ -78,16 +78,6 @@ class RunStructures:
         if key not in self._results:
             self._results[key] = ResultStructure(step, self.options)
         return self._results[key]
-
-    @property
-    def decided(self) -> list[list[Any]]:
-        """What is known of results, as plain data for checkpoints."""
-        return [[*key, results.decided] for key, results in self._results.items()]
-
-    @decided.setter
-    def decided(self, saved: Sequence[Sequence[Any]]) -> None:
-        for step, loader, decided in saved:
-            self.of_results(step, loader).decided = decided
 
     def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
         """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.

@@ -7,18 +7,17 @@ object with `split(sizes)`            cut by itself; so are torch_geometric's ba
 mapping, namedtuple, dataclass        a structure; so are other lists, and the batch itself
 anything else                         shared: all chunks have it
 
-Where a dataset gives samples by index, batches of 3 and of 2 show what is as long as the samples (`settle`). Else N is
-the number of rows that most tensors outside of lists have, or the loader's `batch_size` if any has as many; of tensors
-that are all in lists the rows, if they have as many (and as `batch_size`), else the length of the lists. Of loaders
-that are read side by side each has an N of its own, a multiple of the smallest.
+Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the number of
+rows that most tensors outside of lists have, or the loader's `batch_size` if any has as many; of tensors that are all
+in lists the rows, if they have as many (and as `batch_size`), else the length of the lists. Of loaders that are read
+side by side each has an N of its own, a multiple of the smallest.
 
-The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) at the first batch holds for
-the whole run; a tensor whose number of rows then becomes another is refused by name.
+The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a
+shared tensor whose number of rows then becomes another is not cut, but refused by name.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError, PartsDiffer
@@ -36,7 +35,6 @@ from .tree import (
     plain_length,
     row_counts,
     splits_itself,
-    walk,
 )
 
 
@@ -56,7 +54,6 @@ def num_samples(batch: Batch) -> int | None:
     return plain_length(batch) if count is None else count
 
 
-_OTHER = -1
 _Reached: TypeAlias = tuple[Path, Any, str | None]
 """A value of a batch: its path, the value, and what is known of it."""
 
@@ -89,41 +86,19 @@ class BatchStructure:
         self._roles: dict[tuple[Path, bool], Role] = {}
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
-        self._shown: dict[tuple[Path, bool], int | None] = {}
-        """The dimension that is samples, as batches of two sizes show it; None for none, `_OTHER` if rows vary else."""
-
-    def settle(self, batches: Mapping[int, Batch]) -> None:
-        """Learn what is as long as the samples, of batches of given numbers of samples."""
-        shapes = [dict(self._shapes(batch)) for batch in batches.values()]
-        for key in set[Any].intersection(*map(set, shapes)):
-            dims = list(zip(*(shape[key] for shape in shapes), strict=False))
-            of_samples = [dim for dim, counts in enumerate(dims) if list(batches) == list(counts)]
-            otherwise = _OTHER if key[1] and len(set(dims[0])) > 1 else None
-            self._shown[key] = next(iter(of_samples), otherwise)
-        if 0 not in self._shown.values():  # rows of nodes, say
-            self._shown.clear()
-
-    @property
-    def uncut(self) -> list[Path]:
-        """Tensors with a number of rows that is neither that of the samples nor the same in all batches."""
-        return [path for (path, _), dim in self._shown.items() if dim == _OTHER]
 
     @property
     def with_rows(self) -> list[Path]:
-        """Tensors that have one row per sample, as batches of two sizes have shown."""
-        return [path for (path, has_rows), dim in self._shown.items() if has_rows and dim == 0]
+        """Tensors that have one row per sample."""
+        return [path for (path, has_rows), role in self._roles.items() if has_rows and role == "rows"]
 
-    def _shapes(self, batch: Batch) -> Iterator[tuple[tuple[Path, bool], Sequence[int]]]:
-        for path, value in walk(batch, lambda part: None if splits_itself(part) else children(part)):
-            if is_array(value) or is_sequence(value) or splits_itself(value):
-                has_rows = is_array(value)
-                yield (path, has_rows), value.shape if has_rows else (length(value) or 0,)
-
-    def of_size(self, num: int) -> "BatchStructure":
-        """One that has decided nothing, for batches of so many samples."""
-        other = copy(self)
-        other._size, other._roles, other._shared = num, {}, {}
-        return other
+    def settle(self, batch: Batch, num: int) -> None:
+        """Decide all by a batch of a known number of samples of each loader, if it has values of that length."""
+        for path in self._paths:
+            self._decide(at(batch, path), path, num)
+        if not {"rows", "list"}.intersection(self._roles.values()):  # nodes of graphs, say
+            self._roles.clear()
+            self._shared.clear()
 
     def num_samples(self, batch: Batch) -> int | None:
         """Count the samples of a batch; of loaders that are read side by side those of the smallest.
@@ -153,14 +128,6 @@ class BatchStructure:
         """
         counts = self.counts(batch) if counts is None else counts
         num = min(counts.values(), default=1)
-        for (path, _), dim in self._shown.items():
-            if dim not in (0, None, _OTHER) and self._declared.word(path) is None:
-                key = self._declared.key(path)
-                raise PartsDiffer(
-                    f"{called(path, self._root)} has samples in dimension {dim}, and batches are cut along dimension "
-                    f"0. Put samples first in collate_fn, and turn it in the step (x.transpose(0, {dim})); or set "
-                    f"strategy.batch_dims={{{key}: none}} to give every device all of it."
-                )
         return cut(batch, list(sizes), self._role, self._root, {path: n // num for path, n in counts.items()})
 
     def counts(self, batch: Batch) -> dict[Path, int]:
@@ -193,9 +160,6 @@ class BatchStructure:
         for place, count in counts:
             if count != counts[0][1]:
                 self._refuse(place, f"has {count} rows in a batch of {counts[0][1]} samples", counts[0][0])
-        for place, part, _ in reached:
-            if is_array(part) and (before := self._shared.get(place, len(part))) != len(part):
-                self._refuse(place, f"has {len(part)} rows, and had {before} in the first batch", place)
         return counts[0][1] if counts else None
 
     def _refuse(self, path: Path, what: str, first: Path) -> None:
@@ -232,18 +196,13 @@ class BatchStructure:
         option = self._declared.word(path)
         if option is not None:
             return self._verified(option, value, path)
-        known = (path, is_array(value)) in self._shown
-        is_long = self._shown[path, is_array(value)] == 0 if known else len(value) == num
         if is_array(value):
-            if is_long:
+            if len(value) == num:
                 return "rows"
-            if self._shown.get((path, True)) != _OTHER:
-                self._shared[path] = len(value)
+            self._shared[path] = len(value)
             return "shared"
-        if path in self._structures or not is_long or self._declared.names_elements(value, path):
+        if path in self._structures or len(value) != num or self._declared.names_elements(value, path):
             return "structure"
-        if known:
-            return "list"
         of_all = [num in _lengths(element) for element in value]
         one_kind = len({(type(element), getattr(element, "dtype", None)) for element in value}) == 1
         return "structure" if (any(of_all) if is_batch else all(of_all) and not one_kind) else "list"
@@ -264,19 +223,17 @@ class BatchStructure:
         words = [(part, self._declared.word(place)) for place, part, _ in values]
         if declared := [len(part) for part, word in words if word == ("rows" if is_array(part) else "list")]:
             return declared[0]
-        if long := [length(part) for place, part, _ in values if self._shown.get((place, is_array(part))) == 0]:
-            return long[0]
-        lengths = ((length(part), inside) for _, part, inside in values if not is_sequence(part))
-        rows = [(count, inside) for count, inside in lengths if count is not None]
-        counts = Counter(count for count, inside in rows if not inside)
-        are_samples = type(batch) is list and len(batch) == self._size and self._size not in counts
-        if counts and not (are_samples and not (len(counts) == 1 and all(map(is_array, batch)))):
-            return self._size if self._size in counts else counts.most_common(1)[0][0]
-        every, lists = {count for count, _ in rows}, [len(part) for _, part, _ in values if is_sequence(part)]
-        if not are_samples and len(every) == 1 and self._size in (None, *every):
-            return every.pop()
+        counts = Counter(length(part) for _, part, inside in values if not (inside or is_sequence(part)))
+        if self._size in counts or (type(batch) is list and len(batch) == self._size):
+            return self._size
+        if counts:
+            return counts.most_common(1)[0][0]
+        rows = {length(part) for _, part, _ in values if not is_sequence(part)}
+        if len(rows) == 1 and self._size in (None, *rows):
+            return rows.pop()
+        lists = [len(part) for _, part, _ in values if is_sequence(part)]
         below = lists[is_sequence(batch) :] or lists
-        return self._size if are_samples or self._size in below else next(iter(below), None)
+        return self._size if self._size in below else next(iter(below), None)
 
     def _values(
         self, value: Any, path: Path, inside: bool = False, below: bool = False
@@ -297,6 +254,8 @@ class BatchStructure:
     def _role(self, value: Any, path: Path) -> Role:
         """The role of a value of a batch that was learned."""
         if (has_rows := is_array(value)) or is_sequence(value):
+            if has_rows and (before := self._shared.get(path, len(value))) != len(value):
+                self._refuse(path, f"has {len(value)} rows, and had {before} in the first batch", path)
             return self._roles.get((path, has_rows), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
 

@@ -13,11 +13,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def saved(node: Any, name: str, *default: Any) -> Any:
-    """What a node of autograd has saved for its backward pass."""
-    return getattr(node, f"_saved_{name}", *default)
-
-
 def clear_compile_rules() -> None:
     """Clear what torch.compile knows of functions, as a new process group does, if it was imported."""
     if rules := sys.modules.get("torch._dynamo.trace_rules"):

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from ..batch.exact.normalisers import Part
+from ..batch.exact.plans import Part
 from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled, is_metric, is_plain
 from ..core.patching import hooks_of, replaced

@@ -46,7 +46,6 @@ class StageLayout(Layout):
         mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
     """
 
-    goes_backward_early = True
     devices: list[torch.device]
     options: StageOptions = field(default_factory=StageOptions)
     strategy: str = "model_parallel"
@@ -202,16 +201,16 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes, counts)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
+        steps = [self.reader.reading(step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes)
         rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
         logs.follow_metrics()
-        meet = self.reader.scale if self.reader.plan.others and not self.reader.at_once else None
+        meet = self.reader.scale if self.reader.plan.needs_all else None
         with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
         rehearsal.end()
         logs.merge(range(len(sizes)), sizes, outputs)
-        result = logs.combine(outputs, self.reader.valued(outputs), sizes, results)
+        result = logs.combine(outputs, sizes, results)
         self.losses = logs.losses
         if isinstance(result, dict):
             return {**result, "loss": gradients.attach(result["loss"])}

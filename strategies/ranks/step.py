@@ -19,10 +19,10 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
-from ..batch.exact.normalisers import Plan
+from ..batch.exact.plans import Plan
 from ..batch.exact.verifier import Views, find_evaluated, verified
 from ..batch.layout import SingleLayout
-from ..batch.losses import WeighedLoss, loss_weight, losses_in, weighs_in_loop, weight_in
+from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError, PartsDiffer
@@ -83,9 +83,8 @@ class RankStep(StepContract):
         weighs = weighs_in_loop(trainer)
         self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
         self._strategy.layout.reader = self.reader = LossReader(name)
-        self.reader.at_once = bool(self._strategy.layout.cut_by) and self._strategy.layout.goes_backward_early
         if plans is not None and weighs:
-            self.reader.take(plans)
+            self.reader.take(plans, self._module)
         self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
         self._count_ranks(num_ranks)
 
@@ -210,14 +209,9 @@ class RankStep(StepContract):
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
             self._verify_parts(args[0])
-        if reader.plan.is_of_samples or not module.automatic_optimization:
-            return output
-        if not strategy.layout.cut_by:
+        if module.automatic_optimization and not strategy.layout.cut_by:
             reader.scale()
-        for part in reader.changed_parts() if not module_weighs else ():
-            value, weight = part.loss.detach(), torch.tensor(shares.weight)
-            shares.weighed_losses.append(WeighedLoss([part.own_loss.detach()], weight, value))
-        return reader.valued([output])[0]
+        return output
 
     def _verify_parts(self, batch: Batch) -> None:
         trainer, structures = self._trainer, self._strategy.structures
@@ -244,7 +238,7 @@ class RankStep(StepContract):
         if found.failed and again:
             self._is_verified = False
             return
-        self.reader.take(found.plans)
+        self.reader.take(found.plans, self._module)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
         cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
         if cut and is_weighed and not self._module.automatic_optimization:
@@ -325,8 +319,8 @@ class RankStep(StepContract):
             return
         reader.parts = []
         part = reader.part(loss, plan, shares.num or 1)
-        own = part.normalisers[plan.base]
-        if plan.base:
+        own = torch.as_tensor(part.weight)
+        if not plan.needs_all:
             shares.weigh(own, self._strategy.group.mean(own), [loss.detach()])
         else:
             shares.scale = shares.weight

@@ -14,6 +14,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
+from ..batch.exact.loss_reader import LossReader
 from ..batch.layout import Layout
 from ..batch.losses import chunk_losses, losses_in
 from ..batch.policies import Even, Policy, without_single_samples
@@ -238,7 +239,7 @@ class ReplicaLayout(Layout):
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
         manual = self.runner.manual is not None
-        outputs, sizes = self._run("training_step", batch, rest, 0, structure if end or manual else None)
+        outputs, sizes = self._run("training_step", batch, rest, 0, reader=None if end or manual else self.reader)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
@@ -247,7 +248,7 @@ class ReplicaLayout(Layout):
             logs.replay(sizes)
             return structure.join(outputs, sizes, root)
         self.reader.scale()
-        result = logs.combine(outputs, self.reader.valued(outputs), sizes, structure)
+        result = logs.combine(outputs, sizes, structure)
         self.losses = logs.losses
         return result
 
@@ -291,8 +292,9 @@ class ReplicaLayout(Layout):
         return {**joined, "loss": loss} if isinstance(joined, dict) else loss
 
     def _run(
-        self, name: str, batch: Batch, rest: tuple[Any, ...], dataloader_idx: int, results: ResultStructure | None
-    ) -> tuple[list[Any], list[int]]:
+        self, name: str, batch: Batch, rest: tuple[Any, ...], dataloader_idx: int,
+        results: ResultStructure | None = None, reader: LossReader | None = None,
+    ) -> tuple[list[Any], list[int]]:  # fmt: skip
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_idx)
         counts = structure.counts(batch)
@@ -302,7 +304,6 @@ class ReplicaLayout(Layout):
             sizes, first = [*sizes], next((i for i, size in enumerate(sizes) if size), 0)
             sizes[0], sizes[first] = sizes[first], 0
         chunks = structure.split(batch, sizes, counts)
-        reader = self.reader if name == "training_step" and results is None else None
         arguments = [((chunk, *rest), {}) for chunk in chunks]
         return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..batch.exact.loss_reader import LossReader
+from ..batch.exact.values import active_tape
 from ..batch.losses import chunk_losses
 from ..batch.whole.meeting import Seat, seat
 from ..core.errors import ConfigError
@@ -84,13 +85,14 @@ class ManualSteps:
                 f"{self._strategy}: manual_backward takes retain_graph and create_graph on replicas, and was given "
                 f"{[*map(type, args), *kwargs]}. Leave them out, or use strategy=ddp."
             )
-        here.meet("manual_backward", loss, partial(self._combined, partial(own, **kwargs), here.num_samples))
+        combine = partial(self._combined, partial(own, **kwargs), here.num_samples)
+        here.meet("manual_backward", (loss, active_tape()), combine)
 
     def _combined(
-        self, own: Callable[..., Any], sizes: Sequence[float], brought: Mapping[int, Tensor]
+        self, own: Callable[..., Any], sizes: Sequence[float], brought: Mapping[int, tuple[Tensor, Any]]
     ) -> Mapping[int, Any]:
-        used = [int(sizes[part]) for part in brought]
-        losses = self.reader.weighed(list(brought.values()), used)
+        used, (losses, tapes) = [int(sizes[part]) for part in brought], zip(*brought.values(), strict=True)
+        losses = self.reader.weighed(losses, used, tapes)
         loss = chunk_losses(losses, used, self._strategy).combine(self._device)
         with replaced(self, "_goes_backward", True):
             return self._done_once(partial(own, loss), brought)

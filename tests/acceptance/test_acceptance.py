@@ -50,8 +50,8 @@ def test_a_module_trains_as_on_one_device(strategy: str, name: str, judge: Judge
             r"evener\.over_batch\(fn\)",
         ),  # by torch.autograd.grad of the joined graph
         ("dp_in_parts", "CLIP", r"evener\.over_batch\(fn\)"),
-        ("model_parallel_in_parts", "SkippedSpikes", "keeps running of its part's samples"),
-        ("model_parallel_in_parts", "DQN", "writes to target_net.* set num_microbatches=1"),
+        ("model_parallel_in_parts", "SkippedSpikes", "changes running by the samples of its part"),
+        ("model_parallel_in_parts", "DQN", "changes target_net.* set num_microbatches=1"),
     ],
 )
 def test_a_module_that_is_refused_trains_alike_with_the_remedy_that_is_named(

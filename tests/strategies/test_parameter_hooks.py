@@ -1,5 +1,6 @@
 """Hooks that users register on parameters see every part's gradient, once, whatever the strategy."""
 
+import re
 import warnings
 from typing import Any
 
@@ -237,7 +238,5 @@ def test_hooks_that_make_something_else_of_a_ranks_gradient_are_refused(strategy
     # Cause: they get each rank's gradient, and what clamps it, or collects it, had that without a word.
     for rank, found in enumerate(run_ranks(_all_told, 2, strategy)):
         for name, (num_steps, told) in found.items():
-            refused = told.startswith(
-                f"{strategy}: with the hook on net.0.weight, which gets a rank's gradient, that of"
-            )
+            refused = re.match(rf"{strategy}: computed in ranks of .* the gradient of net\.0\.weight", told) is not None
             assert (num_steps, refused, bool(told)) == ((0, True, True) if name in REFUSED else (2, False, False)), rank

@@ -55,7 +55,6 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
         "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
-        "structures": structures.decided if (structures := getattr(trainer.strategy, "structures", None)) else [],
     }
 
 
@@ -73,8 +72,6 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     trainer._logger_connector._callback_metrics.update(state["logged"])
     results: Any = trainer.fit_loop.epoch_loop._results
     results.restore(state["results"])
-    if structures := getattr(trainer.strategy, "structures", None):  # Lightning's own strategies have none
-        structures.decided = state.get("structures", [])  # files of earlier versions have none
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:

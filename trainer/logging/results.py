@@ -182,8 +182,6 @@ class LeanResults(_ResultCollection):
                 continue
             is_mean, is_last = series.kind == "mean", logged is last[id(series)]
             loss = next((one for one in weighed if one.is_loss(logged.value)), None) if is_mean and weighed else None
-            if loss is not None and loss.value is not None:
-                logged.replace(copy := loss.value.to(copy), is_last)
             scale = None if loss is None else loss.scale
             series.count(copy, logged.size, logged.given, share, scale, num_ranks)
             if scale is not None and series.shared and is_last and (logged.size if share is None else share.num):

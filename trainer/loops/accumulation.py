@@ -11,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -19,9 +18,10 @@ from typing_extensions import override
 
 from ...strategies.batch.exact.loss_reader import LossReader
 from ...strategies.batch.exact.verifier import Views, verified
-from ...strategies.batch.losses import FOUND, loss_weight, weighs_in_loop, weight_in
+from ...strategies.batch.losses import FOUND, loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.patching import Replacement
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 
@@ -54,6 +54,12 @@ class Accumulation:
                 f"exact_accumulation=True is not supported with {type(self.trainer.strategy).__name__}, which "
                 "accumulates gradients by its own rule. Set exact_accumulation=False, or choose another strategy."
             )
+        strategy: Any = self.trainer.strategy
+        known = vars(strategy).get("training_step")
+        if self.exact and not hasattr(strategy, "contract"):
+            if isinstance(known, Replacement):  # of an earlier run
+                known.remove()
+            Replacement(strategy, "training_step", self._step)
 
     def start(self) -> None:
         """Begin an optimizer step: reset the sum of weights."""
@@ -72,27 +78,21 @@ class Accumulation:
                 "a step, which adds the last micro-batch to gradients that are the mean over all of them. Choose an "
                 "optimizer that calls its closure once, or accumulate_grad_batches=1."
             )
-        weight = loss_weight(self._read(output, loss, batch), batch, batch_structure(self.trainer))
+        weight = loss_weight(output, batch, batch_structure(self.trainer))
         if isinstance(weight, Tensor):
             weight = weight.detach()
         self.total = self.total + weight
         return loss * weight
 
-    def _read(self, output: Any, loss: Tensor, batch: Batch) -> Any:
-        """What the loss divides by, found here where no strategy has looked for it, which see only one batch."""
-        strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "contract") or weight_in(output) is not None:
-            return output
+    def _step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and find what its loss divides by, where no strategy does, which see only one batch."""
         if self._reader is None:
             self._reader = LossReader("exact_accumulation")
-            takes_index = is_param_in_hook_signature(
-                self.trainer.lightning_module.training_step, "batch_idx", min_args=2
-            )
-            views, args = Views(ranks=True, chunks=False), (batch, 0)[: 1 + takes_index]
-            structure = batch_structure(self.trainer)
-            self._reader.take(verified(strategy, views, False, args, structure=structure).plans)
+            views, structure = Views(ranks=True, chunks=False), batch_structure(self.trainer)
+            found = verified(self.trainer.strategy, views, False, args, structure=structure)
+            self._reader.take(found.plans, self.trainer.lightning_module)
         self._reader.begin_step()
-        return self._reader.reading(lambda: loss, 1)()
+        return self._reader.reading(own, 1)(*args, **kwargs)
 
     def divide_gradients(self) -> None:
         """Divide the gradients of the weighted sum by the sum of weights; call it once, after the last backward."""

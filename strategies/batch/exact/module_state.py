@@ -38,6 +38,11 @@ class Written:
     contents: Any
     is_saved: bool
 
+    def is_still(self, value: Any) -> bool:
+        """Whether a value is the same object, with the same contents."""
+        is_same = value is self.value or isinstance(value, _PLAIN)
+        return is_same and not unlike(value, self.contents, 0.0)
+
     def put(self) -> None:
         """Give the module this value, with its contents, in other memory than what graphs may have saved."""
         self.owner[self.key] = self.value
@@ -67,7 +72,7 @@ class ModuleState:
         return {
             name: Written(owner, key, value, _copied(value), is_saved)
             for name, owner, key, value, is_saved in _values(self._module)
-            if name not in self._kept or not _are_same(self._kept[name], value)
+            if name not in self._kept or not self._kept[name].is_still(value)
         }
 
     def reset(self, written: Mapping[str, Written]) -> None:
@@ -112,36 +117,24 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy(value)
 
 
-def _are_same(kept: Written, value: Any) -> bool:
-    """Whether a value is the same object as before, with the same contents."""
-    if isinstance(value, Tensor):
-        return value is kept.value and value.shape == kept.contents.shape and torch.equal(value, kept.contents)
-    if type(value) in _CONTAINERS:
-        same = value is kept.value and len(value) == len(kept.contents)
-        return same and all(map(_is, _elements(value), _elements(kept.contents)))
-    return value is kept.value or (type(value) is type(kept.value) and value == kept.value)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
-
-
 def _elements(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value
 
 
-def unlike(one: Any, other: Any) -> bool:
-    """Whether two values, or what they hold, differ by more than rounding."""
+def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
+    """Whether two values, or what they hold, differ by more than a fraction of the largest."""
+    if one is other:
+        return False
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape:
-            return True
+        if one.shape != other.shape or not by:
+            return not torch.equal(one, other)
         a, b = one.detach().double(), other.detach().double().to(one.device)
-        return not torch.allclose(a, b, rtol=0, atol=1e-6 * float(b.abs().max() if b.numel() else 0), equal_nan=True)
+        return not torch.allclose(a, b, rtol=0, atol=by * float(b.abs().max() if b.numel() else 0), equal_nan=True)
     if type(one) is not type(other):
         return True
     if type(one) in _CONTAINERS and not isinstance(one, set):
         pairs = zip(_elements(one), _elements(other), strict=False)
-        return len(one) != len(other) or any(unlike(a, b) for a, b in pairs)
+        return len(one) != len(other) or any(unlike(a, b, by) for a, b in pairs)
     if isinstance(one, (float, np.floating)):
-        return not (abs(one - other) <= 1e-6 * abs(other) or (one != one and other != other))
+        return not (abs(one - other) <= by * abs(other) or (one != one and other != other))
     return bool(one != other)

@@ -1,6 +1,6 @@
-"""Find how logged values follow from sums over the samples of a batch, so that parts of it log one device's values.
+"""Find how losses and logged values follow from sums over the samples of a batch: parts of it make one device's values.
 
-A value that a step logs is computed of numbers that reduce the batch (sums, means, counts, maxima: leaves), and of
+A value is computed of numbers that reduce the batch (sums, means, counts, maxima: leaves), and of
 these by further operations, whatever they are (`errors.sum() / mask.sum().clamp(min=1)`, `mean.exp()`). Leaves of the
 whole batch follow from those of its parts: they add up, with what they are divided by. What comes after is repeated.
 
@@ -12,9 +12,10 @@ A part whose own value is not what the program makes of its own leaves (other op
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,14 +28,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from typing_extensions import override
 
-from ...core.devices import precise_dtype, scalar
+from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
 
 Site = tuple[Any, ...]
 """An operation's name, the lines of code that called it, and how many such calls were before it in the step."""
 
+LOSS = "the loss"
+"""Stands, before its number, for the name of a loss of a training step, which need not be logged."""
+RETURNED = f"{LOSS} 0"
+"""That of the loss which the step returns."""
+
 _RESULT = -1
 _MOST_ELEMENTS = 1024
+_NEAR = 6
+"""Operations after which it no longer matters that the data have chosen rows."""
+_PICKS = ("aten.index.", "aten.masked_select", "aten.nonzero")
 _SUMS = ("aten.sum", "aten.nansum", "aten.count_nonzero", "aten.bincount", "aten.histc", "aten.dot")
 _NOT_OF_USERS = tuple(
     str(path) for path in (Path(torch.__file__).parent, Path(pl.__file__).parent, Path(__file__).parents[2])
@@ -48,6 +57,7 @@ class Leaf(NamedTuple):
         site: the operation that has it.
         slot: the place among its results, counted from -1 down, or its arguments from 0 on.
         how: `mean`, by what it is divided by; `sum`, `max`, `min`; or `same` in all parts.
+        grad: whether it has a graph.
     """
 
     site: Site
@@ -55,14 +65,16 @@ class Leaf(NamedTuple):
     how: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    grad: bool = False
 
 
 @dataclass(frozen=True)
 class _Ref:
-    """A result of an operation of a program, or a leaf, for which `op` is -1."""
+    """A result of an operation of a program, or a leaf, for which `op` is -1; detached where it is used, perhaps."""
 
     op: int
     k: int
+    detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +82,12 @@ class Program:
     """How a value is computed from leaves.
 
     Args:
-        ops: name, and positional and keyword arguments of each operation.
+        ops: name, positional and keyword arguments of each operation, and whether gradients went through it.
         out: the value.
     """
 
     leaves: tuple[Leaf, ...]
-    ops: tuple[tuple[str, Any], ...]
+    ops: tuple[tuple[str, Any, bool], ...]
     out: _Ref
 
     @property
@@ -91,14 +103,31 @@ class Program:
     @torch.no_grad()
     def value(self, rows: Sequence[Tensor]) -> Tensor:
         """The value of merged leaves, see `Tape.rows`."""
-        leaves, results = list(map(_read, self.leaves, rows)), list[list[Any]]()
+        return self._computed(list(map(_read, self.leaves, rows)), False)
+
+    def slopes(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of the value by merged leaves; None for one without a graph."""
+        leaves = [
+            _read(leaf, row).requires_grad_(leaf.grad and leaf.dtype.is_floating_point)
+            for leaf, row in zip(self.leaves, rows, strict=True)
+        ]
+        with torch.enable_grad():
+            value = self._computed([leaf.clone() for leaf in leaves], True)
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            found = iter(torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else ())
+        return [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+
+    def _computed(self, leaves: Sequence[Any], grad: bool) -> Tensor:
+        results = list[list[Any]]()
 
         def get(ref: _Ref) -> Any:
-            return leaves[ref.k] if ref.op < 0 else results[ref.op][ref.k]
+            value = leaves[ref.k] if ref.op < 0 else results[ref.op][ref.k]
+            return value.detach() if ref.detached else value
 
-        for name, given in self.ops:
+        for name, given, has_grad in self.ops:
             args, kwargs = tree_map_only(_Ref, get, given)
-            results.append(tree_leaves(_operation(name)(*args, **kwargs)))
+            with torch.set_grad_enabled(grad and has_grad):
+                results.append(tree_leaves(_operation(name)(*args, **kwargs)))
         return get(self.out).reshape(())
 
     def merged(self, parts: Sequence[Sequence[Tensor]], device: torch.device | None = None) -> list[Tensor]:
@@ -128,6 +157,9 @@ class _Entry:
         shapes: of the tensors among the arguments, None for others.
         results: copies, None where it is large.
         count: what its result is divided by; None if that is not known.
+        has_grad: whether gradients go through it.
+        node: the number that autograd gave to its node, or to the last one before.
+        picked: over 0 if the data have chosen rows some operations before.
     """
 
     site: Site
@@ -137,6 +169,14 @@ class _Entry:
     results: list[Tensor | None]
     result_shapes: list[Any]
     count: Any
+    has_grad: bool
+    node: int
+    picked: int
+
+    @property
+    def is_picked(self) -> bool:
+        """Whether the number of rows is what the data say."""
+        return self.picked > 0
 
 
 class Tape(TorchDispatchMode):
@@ -154,8 +194,10 @@ class Tape(TorchDispatchMode):
             self._wanted.setdefault(leaf.site, []).append(leaf)
         self._names = {site[0] for site in self._wanted}
         self._found: dict[Leaf, Tensor] = {}
+        self._nodes: dict[Leaf, int] = {}
         self._counts = Counter[Site]()
         self._frame: FrameType | None = None
+        self._outer: Tape | None = None
         self._depth = 0
         self.entries, self.by_site = list[_Entry](), dict[Site, _Entry]()
         self._makers: dict[Any, _Ref] = {}
@@ -166,6 +208,7 @@ class Tape(TorchDispatchMode):
     @override
     def __enter__(self) -> "Tape":
         self._frame, self._depth = self._frame or sys._getframe(1), self._depth + 1
+        self._outer, _local.tape = active_tape() if self._depth == 1 else self._outer, self
         super().__enter__()
         return self
 
@@ -174,7 +217,8 @@ class Tape(TorchDispatchMode):
         super().__exit__(*args)
         self._depth -= 1
         if not self._depth:
-            self._frame = None  # which holds the tape
+            self._frame, _local.tape = None, self._outer  # the frame holds the tape
+            self._outer = None
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,21 +256,35 @@ class Tape(TorchDispatchMode):
             value = results[-leaf.slot - 1] if leaf.slot < 0 else flat[leaf.slot]
             count = _count(func, args, kwargs, results) if leaf.how == "mean" else None
             self._found[leaf] = _row(value, count, results)
+            if leaf.grad:
+                self._nodes[leaf] = _last_node()
         return None
 
     def _keep(self, site: Site, spec: Any, flat: list[Any], results: list[Any], count: Any) -> None:
-        args = [self._makers.get(_address(arg), _small(arg)) if isinstance(arg, Tensor) else arg for arg in flat]
+        args = [self._made(arg) if isinstance(arg, Tensor) else arg for arg in flat]
         copies = [_small(one) for one in results]
         shapes, made = ([_shape(one) for one in some] for some in (flat, results))
         count = _small(count) if isinstance(count, Tensor) else count
-        self.by_site[site] = entry = _Entry(site, spec, args, shapes, copies, made, count)
+        has_grad = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in flat)
+        picks = any(isinstance(arg, Tensor) and arg.dtype in (torch.bool, torch.uint8) for arg in flat[1:])
+        picked = _NEAR * (site[0].startswith(_PICKS) and picks)
+        picked = max([picked, *(self.entries[ref.op].picked - 1 for ref in args if isinstance(ref, _Ref))])
+        entry = _Entry(site, spec, args, shapes, copies, made, count, has_grad, _last_node(), picked)
+        self.by_site[site] = entry
         self.entries.append(entry)
         self._kept.append(results)
         for k, one in enumerate(results):
-            if isinstance(one, Tensor):
+            if isinstance(one, Tensor) and not (site[0] == "aten.detach.default" and isinstance(args[0], _Ref)):
                 self._makers[_address(one)] = _Ref(len(self.entries) - 1, k)
             elif isinstance(one, float) and isinstance(args[0], _Ref):  # item()
                 self._numbers[one] = args[0]
+
+    def _made(self, value: Tensor) -> Any:
+        """What has made a tensor; else a copy if it is small."""
+        ref = self._makers.get(_address(value))
+        if ref is None:
+            return _small(value)
+        return replace(ref, detached=self.entries[ref.op].has_grad and not value.requires_grad)
 
     def log(self, name: str, value: Any) -> None:
         """Note which result is logged."""
@@ -236,10 +294,42 @@ class Tape(TorchDispatchMode):
     def rows(self, program: Program, device: torch.device | None = None) -> list[Tensor]:
         """The leaves of a program, each as a tensor of (presence, divisor, elements times divisor)."""
         empty = (torch.zeros(size, dtype=torch.float64) for size in program.sizes)
-        found = [self._found.get(leaf) for leaf in program.leaves]
+        found = [self._row(leaf) for leaf in program.leaves]
         like = next((row for row in found if row is not None), None)
         rows = [none if row is None else row for row, none in zip(found, empty, strict=True)]
         return rows if like is None else [row.to(device or like.device, like.dtype) for row in rows]
+
+    def _row(self, leaf: Leaf) -> Tensor | None:
+        value = self.value(leaf.site, leaf.slot)
+        if value is None:
+            return self._found.get(leaf)
+        return _row(value, self.by_site[leaf.site].count if leaf.how == "mean" else None, ())
+
+    def value(self, site: Site, slot: int) -> Any:
+        """What was recorded of all at a place; None if nothing."""
+        entry = self.by_site.get(site)
+        if entry is None:
+            return None
+        value = entry.results[-1 - slot] if slot < 0 else entry.args[slot]
+        return self.entries[value.op].results[value.k] if isinstance(value, _Ref) else value
+
+    def numbers(self, program: Program) -> dict[int, int]:
+        """By leaf, the numbers that autograd gave to the nodes that have computed them."""
+        known = self._nodes | {leaf: entry.node for leaf in program.leaves if (entry := self.by_site.get(leaf.site))}
+        return {j: known[leaf] for j, leaf in enumerate(program.leaves) if leaf.grad and leaf in known}
+
+
+def _last_node() -> int:
+    """The number of the node of the operation that is under way, if gradients go through it."""
+    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_local = threading.local()
+
+
+def active_tape() -> Tape | None:
+    """The innermost tape that records in this thread."""
+    return getattr(_local, "tape", None)
 
 
 def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
@@ -257,10 +347,13 @@ def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
 def _row(value: Any, count: Any, like: Sequence[Any]) -> Tensor:
     device = next((one.device for one in (value, *like) if isinstance(one, Tensor)), torch.device("cpu"))
     # a number is filled in on the device, since copying it there would wait
+    dtype = precise_dtype(device)
     number, by = (
-        (one.detach().to(device) if isinstance(one, Tensor) else scalar(one, device))
-        .to(precise_dtype(device))
-        .flatten()
+        (
+            one.detach().to(device, dtype)
+            if isinstance(one, Tensor)
+            else torch.full((), one, dtype=dtype, device=device)
+        ).flatten()
         for one in (value, 1.0 if count is None else count)
     )
     return torch.cat([torch.ones_like(by), by, torch.where(by == 0, 0.0, number * by)])
@@ -279,7 +372,8 @@ def _read(leaf: Leaf, row: Tensor) -> Tensor:
     """The value of a leaf; 0 where no part has computed it."""
     value = row[2:] / row[1] if leaf.how == "mean" else row[2:] / row[0] if leaf.how == "same" else row[2:]
     value = torch.where(row[0] > 0, value, 0.0).reshape(leaf.shape)
-    return (value if leaf.dtype.is_floating_point else value.round()).to(leaf.dtype)
+    dtype = torch.float32 if leaf.dtype in (torch.float16, torch.bfloat16) else leaf.dtype
+    return (value if dtype.is_floating_point else value.round()).to(dtype)
 
 
 @cache
@@ -332,11 +426,13 @@ def find_programs(whole: Seen, cuts: Sequence[Sequence[Seen]]) -> tuple[dict[str
     found, unknown = dict[str, Program](), list[str]()
     pieces = [piece for cut in cuts for piece in cut]
     for name, (value, *_) in whole.logged.items():
+        if name.startswith(LOSS):
+            continue
         if any(name not in piece.logged for piece in pieces) or _number(value) is None:
             continue
         if any(_follows(name, whole, cuts, given) for given in (False, True)):
             continue
-        program = _Builder(name, whole, cuts).build()
+        program = program_of(name, whole, cuts)
         if program is None:
             unknown.append(name)
         else:
@@ -348,6 +444,7 @@ def _follows(name: str, whole: Seen, cuts: Sequence[Sequence[Seen]], given: bool
     """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
     value = whole.logged[name][0]
     wanted, tolerance = _number(value), _tolerance(value)
+    tolerance *= 1e-2 if tolerance < 1e-8 else 1.0  # in float64, where a program would be exact
     for cut in cuts:
         weights = [_number(part.logged[name][1] if given else part.num) for part in cut]
         if None in weights or not sum(weights):
@@ -373,6 +470,11 @@ def _near(one: float, other: float, parts: Sequence[float], tolerance: float) ->
     if other != other or one != one:  # nan
         return one != one and other != other
     return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
+
+
+def program_of(name: str, whole: Seen, cuts: Sequence[Sequence[Seen]]) -> Program | None:
+    """The program of a value; None if there is none that makes the whole's of the parts'."""
+    return _Builder(name, whole, cuts).build()
 
 
 class _Builder:
@@ -401,7 +503,7 @@ class _Builder:
         wanted = self._whole.logged[self._name][0]
         tolerance = _tolerance(wanted)
         for cut in self._cuts:
-            parts = [[self._row(leaf, piece.tape) for leaf in self._leaves] for piece in cut]
+            parts = [piece.tape.rows(program, torch.device("cpu")) for piece in cut]
             values = [_number(piece.logged[self._name][0]) for piece in cut]
             found = [float(program.value(rows)) for rows in (*parts, program.merged(parts))]
             if not all(_near(a, b, values, tolerance) for a, b in zip(found, (*values, _number(wanted)), strict=True)):
@@ -430,14 +532,18 @@ class _Builder:
         return "leaf" if varying or is_number else ""
 
     def _ref(self, ref: _Ref) -> _Ref:
+        if ref.detached:
+            return replace(self._ref(replace(ref, detached=False)), detached=True)
         if ref in self._refs:
             return self._refs[ref]
         entry, kind = self._whole.tape.entries[ref.op], self._kinds[ref.op]
         if kind == "leaf":
             self._refs[ref] = self._leaf(entry, -1 - ref.k)
         elif kind == "op":
-            args = [self._arg(entry, i) for i in range(len(entry.args))]
-            self._ops.append((entry.site[0], tree_unflatten(args, entry.spec)))
+            args, name = [self._arg(entry, i) for i in range(len(entry.args))], entry.site[0]
+            if any(isinstance(arg, _Ref) and shape is None for arg, shape in zip(args, entry.shapes, strict=True)):
+                name = name.replace(".Scalar", ".Tensor")  # of a number that varies
+            self._ops.append((name, tree_unflatten(args, entry.spec), entry.has_grad))
             self._refs |= {_Ref(ref.op, k): _Ref(len(self._ops) - 1, k) for k in range(len(entry.results))}
         else:
             raise LookupError
@@ -454,23 +560,15 @@ class _Builder:
             return self._leaf(entry, i)
         return arg
 
-    def _value(self, tape: Tape, site: Site, slot: int) -> Any:
-        """What a tape has at a place; None if nothing."""
-        entry = tape.by_site.get(site)
-        if entry is None:
-            return None
-        value = entry.results[-1 - slot] if slot < 0 else entry.args[slot]
-        return tape.entries[value.op].results[value.k] if isinstance(value, _Ref) else value
-
     def _leaf(self, entry: _Entry, slot: int) -> _Ref:
-        value = self._value(self._whole.tape, entry.site, slot)
+        value = self._whole.tape.value(entry.site, slot)
         if value is None:
             raise LookupError
-        number = torch.as_tensor(value)
+        number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         counted = entry.count is not None and slot == _RESULT
         first = "mean" if counted else "sum" if entry.site[0].startswith(_SUMS) and slot < 0 else "same"
         for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
-            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype)
+            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype, slot < 0 and entry.has_grad)
             if self._merges(leaf, number):
                 self._leaves.append(leaf)
                 return _Ref(-1, len(self._leaves) - 1)
@@ -480,18 +578,13 @@ class _Builder:
         """Whether the whole's leaf is that of the parts, merged."""
         tolerance = _tolerance(wanted) if wanted.is_floating_point() else 1e-9
         for cut in self._cuts:
-            rows = torch.stack([self._row(leaf, part.tape) for part in cut])
+            program = Program((leaf,), (), _Ref(-1, 0))
+            rows = torch.stack([row for part in cut for row in part.tape.rows(program, torch.device("cpu"))])
             found = [_merged(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
             close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
             if not all(close(_read(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found):
                 return False
         return True
-
-    def _row(self, leaf: Leaf, tape: Tape) -> Tensor:
-        value = self._value(tape, leaf.site, leaf.slot)
-        if value is None:
-            return torch.zeros(2 + torch.Size(leaf.shape).numel(), dtype=torch.float64)
-        return _row(value, tape.by_site[leaf.site].count if leaf.how == "mean" else None, ()).double().cpu()
 
 
 @dataclass
@@ -517,7 +610,11 @@ class Values:
         self.programs[step, loader], self.constants[step, loader] = programs, constants
 
     def of(self, step: str, loader: int = 0) -> Programs:
-        """The programs of a step."""
+        """The programs of what a step logs."""
+        return {name: own for name, own in self.all_of(step, loader).items() if not name.startswith(LOSS)}
+
+    def all_of(self, step: str, loader: int = 0) -> Programs:
+        """Those, and of its losses."""
         return self.programs.get((step, loader), {})
 
     def knows_none(self, step: str) -> bool:
@@ -531,7 +628,7 @@ class Values:
 
     def recorded(self, step: str, loader: int, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
         """Run a step, and record what its logged values are computed of."""
-        programs = self.of(step, loader)
+        programs = self.all_of(step, loader)
         self.begin()
         if not programs:
             return call()

@@ -12,7 +12,7 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -40,14 +40,13 @@ from ..losses import is_loss, weight_in
 from ..run_structures import parts_are_equal
 from ..samples import FewSamples, seeded
 from ..structure import BatchStructure
-from ..tree import called
 from ..whole.gathering import SimulatedRanks, simulating
 from ..whole.meeting import Combine, Meeting, Seat, seat
 from ..whole.over_batch import end_of_step, ended
 from ..whole.whole_steps import WholeSteps
 from .module_state import ModuleState, Written, unlike
-from .normalisers import OF_SAMPLES, Guess, Part, Plan, Recorder, Unfit, guesses, kind_of, probe, ratio
-from .values import Program, Seen, find_programs
+from .plans import OF_SAMPLES, Part, Plan, proposals, ratio
+from .values import LOSS, Program, Seen, find_programs
 
 _SAMPLES = 8
 _MOST_ELEMENTS = 2**16
@@ -108,14 +107,12 @@ class _Step(Seen):
         losses: with their graphs.
         unused: whether a parameter that is trained took no part in a loss.
         weight: the `loss_weight` that it returned.
-        recorder: of the step, see `Recorder`.
         written: what it has changed in the module, by name.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     unused: bool = False
     weight: Any = None
-    recorder: Recorder = field(default_factory=Recorder)
     written: dict[str, Written] = field(default_factory=dict[str, Written])
 
 
@@ -148,7 +145,7 @@ class Verifier:
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
         self._all_evaluates = not self._trains
-        self._meets = self._of_ranks = self._fails_in_parts = self._gathers = False
+        self._of_ranks = False
         self._rest: Sequence[Any] = ()
         self._most = _SAMPLES
 
@@ -160,8 +157,7 @@ class Verifier:
             views: how the strategy cuts batches.
             rest: arguments of the step after the batch.
         """
-        self._rest = rest
-        verdict, fewer = Verdict(), False
+        self._rest, verdict, fewer = rest, Verdict(), False
         try:
             if self._device.type == "meta":
                 raise _Cannot("its parameters have no values yet")
@@ -176,39 +172,21 @@ class Verifier:
                         self._compare_values(*self._runs(total, piece), piece, verdict)
                     if verdict.refusal:
                         break
+        except PartsDiffer as exc:
+            verdict.refusal = str(exc)
         except Exception as exc:  # arbitrary code, on samples of its own
             if self._trains and isinstance(exc, ConfigError):
                 raise
-            if not (fewer := self._takes_fewer(exc)):
-                self._tell_failure(exc, verdict)
-        # once the graphs that the error holds are gone
-        return self.verify(batch, views, rest) if fewer else verdict
-
-    def _takes_fewer(self, exc: Exception) -> bool:
-        """Take half of the samples if memory did not suffice; False if it did, or there are no fewer."""
-        if self._most == 2 or not is_out_of_memory(exc):
-            return False
-        self._most //= 2
-        return True
-
-    def _tell_failure(self, exc: Exception, verdict: Verdict) -> None:
-        verdict.failed = True
-        why, compared = str(exc), "training" if self._trains else f"what {self._step} logs"
-        if not isinstance(exc, _Cannot):
-            told = _said(exc)
-            why, verdict.refusal = f"{self._step} fails on a few samples ({told})", self._refused_rows(told)
-        line = f"{self._name}: {compared} could not be compared with one device's: {why}."
-        verdict.told.append((line, False))
-
-    def _refused_rows(self, told: str) -> str:
-        """Refuse a batch that can't be cut, if the step fails on parts of it; empty if that may have other reasons."""
-        if not self._fails_in_parts or self._of_ranks or not self._structure.uncut:
-            return ""
-        return (
-            f"{self._name}: {called(self._structure.uncut[0], 'batch')} has other numbers of rows than samples, so it "
-            f"can't be cut, and {self._step} fails on parts of a batch ({told}). Give it one row per sample, or put it "
-            "into an object that defines split(sizes)."
-        )
+            verdict.failed, fewer = True, self._most > 2 and is_out_of_memory(exc)
+            if not fewer:
+                why = str(exc) if isinstance(exc, _Cannot) else f"{self._step} fails on a few samples ({_said(exc)})"
+                compared = "training" if self._trains else f"what {self._step} logs"
+                line = f"{self._name}: {compared} could not be compared with one device's: {why}."
+                verdict.told.append((line, False))
+        if fewer:  # now that the error holds no graphs
+            self._most //= 2
+            return self.verify(batch, views, rest)
+        return verdict
 
     def _pieces(self, batch: Batch, views: Views) -> Iterator[tuple[str, int, _Piece]]:
         """Yield each view, with the number of samples and what makes a batch of those from i to j."""
@@ -227,7 +205,7 @@ class Verifier:
         if views.ranks:
             yield "rank", total, lambda i, j: samples.batch(i, j, self._device)
         if views.chunks:
-            whole, split = samples.batch(0, total, self._device), self._structure.of_size(total).split
+            whole, split = samples.batch(0, total, self._device), self._structure.split
             yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
 
     def _compare(self, kind: str, total: int, piece: _Piece, verdict: Verdict) -> None:
@@ -238,25 +216,30 @@ class Verifier:
             return None  # it computes the loss of the joined outputs
         plans = list[Plan]()
         for call in range(len(whole.losses)):
-            plan, difference, why = self._plan(call, whole, cuts)
-            if plan is None:
-                plan = next((one for one, _ in self._proposals(call, whole, cuts) if one is not None), OF_SAMPLES)
-                if self._is_random(call, whole, piece, whole.num):
-                    if not self._all_evaluates:
-                        self._all_evaluates = True
-                        del whole, cuts  # their graphs
-                        return self._compare(kind, total, piece, verdict)
-                    line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
-                    verdict.told.append((line, False))
-                else:
-                    line = self._refusal(
-                        difference, why, kind, " and ".join(str(part.num) for part in cuts[0]), whole.weight is not None
-                    )
-                    if whole.weight is None:
-                        verdict.refusal = self._saved_refusal(whole, cuts[0]) or line
-                    else:  # the user's word
-                        verdict.told.append((line, True))
+            plan, unlike_whole = self._plan(call, whole, cuts)
             plans.append(plan)
+            if not unlike_whole:
+                continue
+            if self._is_random(call, whole, piece):
+                if not self._all_evaluates:
+                    self._all_evaluates = True
+                    del whole, cuts  # their graphs
+                    return self._compare(kind, total, piece, verdict)
+                line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
+                verdict.told.append((line, False))
+            elif whole.weight is None:
+                sizes = " and ".join(str(part.num) for part in cuts[0])
+                verdict.refusal = (
+                    f"{self._name}: computed in {kind}s of {sizes} samples, the gradient of {unlike_whole}. Compute "
+                    f"what compares samples in evener.over_batch(fn)(...), pad to a fixed length,{self._view} or set "
+                    f"{self._option} to train nevertheless."
+                )
+            else:  # the user's word
+                line = (
+                    f"{self._name}: with its loss_weight, in parts of a batch, the gradient of {unlike_whole}. Return "
+                    "the number that the loss is a mean over, or leave loss_weight out."
+                )
+                verdict.told.append((line, True))
         verdict.plans, verdict.unused = plans, verdict.unused or whole.unused
         if not verdict.refusal:
             self._compare_written(whole, cuts[0], piece, verdict)
@@ -264,20 +247,36 @@ class Verifier:
         return None
 
     def _runs(self, total: int, piece: _Piece) -> tuple[_Step, list[list[_Step]]]:
-        """Run a step on samples, whole and in parts; in equal ones if it gathers and the run has no others."""
+        """Run a step on samples, whole and in parts; in equal ones if the run has no others (`drop_last=True`)."""
         (whole,) = self._run(piece, 0, total)
         firsts = dict.fromkeys((max(1, round(total * 5 / 8)), total - 1))
-        if self._of_ranks and total % 2 == 0 and parts_are_equal(self._loop) and self._communicates(piece, total):
+        if self._of_ranks and total % 2 == 0 and parts_are_equal(self._loop):
             firsts = dict.fromkeys((total // 2,))
-        return whole, [self._run(piece, 0, i, total) for i in firsts]
+        cuts = list[list[_Step]]()
+        for i in firsts:
+            try:
+                cuts.append(self._run(piece, 0, i, total))
+            except Exception as exc:
+                if cuts and not is_out_of_memory(exc):
+                    break  # on a single sample
+                if not self._trains or isinstance(exc, (_Cannot, PartsDiffer)) or is_out_of_memory(exc):
+                    raise
+                raise PartsDiffer(
+                    f"{self._name}: training_step fails on parts of a batch ({_said(exc)}). Give every value of the "
+                    "batch one row per sample, or put it into an object that defines split(sizes)."
+                ) from exc
+        return whole, cuts
 
     def _compare_values(self, whole: _Step, cuts: Sequence[Sequence[_Step]], piece: _Piece, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
         found, unknown = find_programs(whole, cuts)
         losses = [n for n, (*_, value) in whole.logged.items() if any(is_loss(value, x) for x in whole.losses)]
-        found = {n: program for n, program in found.items() if whole.weight is None or n not in losses}
+        has_one = self._trains and self._module.automatic_optimization and not verdict.plans[0].needs_all
+        if whole.weight is not None or (has_one and not self._of_ranks):  # its weights, which ranks don't have of a nan
+            found = {n: program for n, program in found.items() if n not in losses}
         unknown = [n for n in unknown if n not in losses]
-        verdict.programs |= found
+        of_losses = enumerate(plan.program for plan in verdict.plans)
+        verdict.programs |= found | {f"{LOSS} {i}": program for i, program in of_losses if program is not None}
         pieces = [whole, *(step for cut in cuts for step in cut)]
         constants = {n for n in whole.logged if len({str(p.logged[n][1]) for p in pieces if n in p.logged}) == 1}
         verdict.constants = {n for n in constants if isinstance(whole.logged[n][1], int)}
@@ -290,110 +289,61 @@ class Verifier:
                 "don't make one device's value; they are averaged by samples. Use a metric of torchmetrics."
             )
 
-    def _plan(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> tuple[Plan | None, Any, str]:
-        """The plan by which parts train as the whole; None if there is none, with what differs and why."""
-        parameters = _small_parameters(self._module)
-        loss = whole.losses[call]
+    def _plan(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> tuple[Plan, str]:
+        """The plan by which parts train as the whole; if there is none, one, and which gradient differs by how much."""
+        parameters, loss, given = _small_parameters(self._module), whole.losses[call], whole.weight is not None
         if loss.grad_fn is None or not parameters:
-            return OF_SAMPLES, None, ""
-        expected = self._gradients([loss], [1.0], parameters)
-        smallest: tuple[str, float] | None = None
-        why = ""
-        for plan, reason in self._proposals(call, whole, cuts):
-            why = why or reason
-            if plan is None:
-                continue
+            return OF_SAMPLES, ""
+        name = f"{LOSS} {call}"
+        plans = [OF_SAMPLES] if given else proposals(whole, cuts, name)
+        expected, unlike_whole, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
+        for last in plans:
             try:
-                found = max((self._differs(call, cut, plan, expected, parameters) for cut in cuts), key=lambda x: x[1])
-            except Unfit as exc:
-                why = why or str(exc)
+                found = max(self._differs(call, cut, last, expected, parameters) for cut in cuts)
+            except (RuntimeError, IndexError) as exc:  # gradients don't go through the program
+                if is_out_of_memory(exc):
+                    raise
                 continue
-            if found[1] <= _tolerance(loss, parameters):
-                return plan, None, ""
-            smallest = found if smallest is None or found[1] < smallest[1] else smallest
-        return None, smallest, why
-
-    def _proposals(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> Iterator[tuple[Plan | None, str]]:
-        if whole.weight is not None:
-            yield OF_SAMPLES, ""
-            return
-        pieces = [*cuts[0], *(cut[0] for cut in cuts[1:]), whole]
-        losses, samples = [piece.losses[call] for piece in pieces], [piece.num for piece in pieces]
-        clamped = {key: value for piece in pieces for key, value in piece.recorder.clamped.items()}
-        seen = list[Plan]()
-        for guess in itertools.chain([None], guesses()):
-            try:
-                plan = (
-                    OF_SAMPLES
-                    if guess is None and any(x.grad_fn is None for x in losses)
-                    else probe(losses, samples, clamped, guess or Guess())
-                )
-            except Unfit as exc:
-                yield None, str(exc)
-                continue
-            if plan not in seen:
-                seen.append(plan)
-                yield plan, ""
-        if OF_SAMPLES not in seen:
-            yield OF_SAMPLES, ""
+            if found[0] <= _tolerance(loss, parameters):
+                return last, ""
+            unlike_whole.append(found)
+        difference, name = min(unlike_whole, default=(float("inf"), "the loss"))
+        by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
+        return last, f"{name} {by}"
 
     def _differs(
         self, call: int, cut: Sequence[_Step], plan: Plan, expected: Sequence[Tensor], parameters: Sequence[Any]
-    ) -> tuple[str, float]:
-        """The parameter whose gradient differs most, and by how much."""
-        parts = [Part(step.losses[call], plan, step.num, step.recorder) for step in cut]
-        weights: list[Any] = [part.normalisers[plan.base] for part in parts]
-        if cut[0].weight is not None:
-            weights = [float(step.weight) for step in cut]  # a ratio of integer tensors is a float32
-        groups = {0, *plan.groups}
-        totals = {group: sum((part.normalisers[group] for part in parts), start=0.0) for group in groups}
+    ) -> tuple[float, str]:
+        """By how much the gradient of the parameter differs that differs most, and its name."""
+        parts, weights = list[Part](), list[Any]()
+        for step in cut:
+            weights.append(step.num if step.weight is None else float(step.weight))  # of integers: a ratio in float32
+            if plan.program is not None:
+                parts.append(Part(step.losses[call], plan, step.num, step.tape))
+                weights[-1] = parts[-1].weight
         shares = [ratio(weight, sum(weights)) for weight in weights]
         try:
-            for part, share in zip(parts, shares, strict=True):
-                part.scale(totals, share)
+            for part, share in zip(parts if plan.needs_all else (), shares, strict=False):
+                part.scale(part.program.merged([one.rows for one in parts]), float(share))
             found = self._gradients([step.losses[call] for step in cut], shares, parameters)
         finally:
-            for part in parts:
-                for handle in part.handles:
-                    handle.remove()
+            for handle in (handle for part in parts for handle in part.handles):
+                handle.remove()
         names = {id(p): name for name, p in self._module.named_parameters()}
         of_all = (names.get(id(p), "a parameter") for p in parameters)
-        return max(zip(of_all, _differences(expected, found), strict=True), key=lambda item: item[1])
+        return max(zip(_differences(expected, found), of_all, strict=True))
 
     def _gradients(self, losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequence[Any]) -> list[Tensor]:
         """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's."""
         with nullcontext() if self._of_ranks else without_hooks(parameters):
             return _gradients(losses, shares, parameters)
 
-    def _is_random(self, call: int, whole: _Step, piece: _Piece, total: int) -> bool:
+    def _is_random(self, call: int, whole: _Step, piece: _Piece) -> bool:
         """Whether the step gives other gradients with other random numbers."""
         parameters = _small_parameters(self._module)
-        (again,) = self._run(piece, 0, total, seed=2)
+        (again,) = self._run(piece, 0, whole.num, seed=2)
         one, two = (self._gradients([step.losses[call]], [1.0], parameters) for step in (whole, again))
         return max(_differences(one, two)) > _tolerance(whole.losses[call], parameters)
-
-    def _refusal(self, found: tuple[str, float] | None, why: str, kind: str, sizes: str, weighed: bool) -> str:
-        name, difference = found or ("the loss", float("nan"))
-        if weighed:
-            return (
-                f"{self._name}: with its loss_weight, gradients of {name} computed in {kind}s of {sizes} samples "
-                f"differ from one device's by {difference:.1%}. Return the number that the loss is a mean over, or "
-                "leave loss_weight out."
-            )
-        reason, pad = (f" (the loss depends on {why})", "") if why else ("", ", pad to a fixed length,")
-        parameter = dict(self._module.named_parameters()).get(name)
-        if self._of_ranks and parameter is not None and parameter._backward_hooks:
-            return (
-                f"{self._name}: with the hook on {name}, which gets a rank's gradient, that of the global batch "
-                f"differs from one device's by {difference:.1%}. Change gradients in on_after_backward, which gets the "
-                f"global batch's, or set {self._option} to train nevertheless."
-            )
-        by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
-        return (
-            f"{self._name}: computed in {kind}s of {sizes} samples, the gradient of {name} {by}{reason}. Compute what "
-            f"compares samples in evener.over_batch(fn)(...){pad or ','}{self._view} or set {self._option} to train "
-            "nevertheless."
-        )
 
     @property
     def _view(self) -> str:
@@ -405,60 +355,29 @@ class Verifier:
         return f" set {option}, which is exact but slower," if self._name in ("ddp", "fsdp") and self._of_ranks else ""
 
     def _compare_written(self, whole: _Step, parts: Sequence[_Step], piece: _Piece, verdict: Verdict) -> None:
-        """Refuse what a step computes of its samples and leaves in the module, if later steps compute with it."""
-        weights = sorted(whole.written.keys() & dict(self._module.named_parameters()).keys())
-        if self._in_turn and weights:
+        """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it."""
+        steps, parameters = (whole, *parts), dict(self._module.named_parameters())
+        names = sorted({name for step in steps for name in step.written})
+        in_turn = [name for name in names if name in parameters] if self._in_turn else []
+        found = [name for name in names if _is_unlike([step.written.get(name) for step in steps])]
+        saved = [name for name in found if any(name in step.written and step.written[name].is_saved for step in steps)]
+        read = found[:1] if found and not (in_turn or saved) and self._reads(steps, piece) else []
+        for name in [*in_turn, *saved, *read][:1]:
+            instead = "num_microbatches=1" if in_turn else f"{self._option} to keep a part's"
             verdict.refusal = (
-                f"{self._name}: training_step writes to {weights[0]}, which the next micro-batch would read. Write to "
-                "it in on_train_batch_end, or set num_microbatches=1."
+                f"{self._name}: training_step changes {name} by the samples of its part of a batch, unlike one device. "
+                "Gather what it is computed of (self.all_gather), update it in on_train_batch_end, or set "
+                f"{instead}."
             )
-            return
-        verdict.refusal = self._saved_refusal(whole, parts)
-        later = [] if verdict.refusal else self._unlike_parts(whole, parts)
-        for name in later:
-            if self._reads(name, (whole, parts[0], parts[-1]), piece):
-                verdict.refusal = (
-                    f"{self._name}: training_step keeps {name} of its part's samples, and the next one trains by it, "
-                    "unlike one device. Compute it in evener.over_batch(fn)(...), or update it of self.all_gather(...) "
-                    f"in on_train_batch_end; {self._option} keeps a part's."
-                )
-                return
 
-    def _saved_refusal(self, whole: _Step, parts: Sequence[_Step]) -> str:
-        """Say which state of a checkpoint parts write otherwise than the whole; empty for none."""
-        for name in self._unlike_parts(whole, parts):
-            if any(step.written[name].is_saved for step in (whole, *parts) if name in step.written):
-                return (
-                    f"{self._name}: training_step changes {name} by the samples of its part of a batch, unlike one "
-                    "device. Gather what it is computed of (self.all_gather), update it in on_train_batch_end, or set "
-                    f"{self._option} to keep a part's."
-                )
-        return ""
-
-    def _unlike_parts(self, whole: _Step, parts: Sequence[_Step]) -> list[str]:
-        """The names of what parts write otherwise than the whole."""
-        found = list[str]()
-        for name in sorted(whole.written.keys() | {name for part in parts for name in part.written}):
-            first, *others = (step.written.get(name) for step in (whole, *parts))
-            if any(first is None or one is None or unlike(first.contents, one.contents) for one in others):
-                found.append(name)
-        return found
-
-    def _reads(self, name: str, steps: Sequence[_Step], piece: _Piece) -> bool:
+    def _reads(self, steps: Sequence[_Step], piece: _Piece) -> bool:
         """Whether a step computes otherwise with what one of some steps has left in the module than with another's."""
-        total, parameters, first = steps[0].num, _small_parameters(self._module), None
+        found = list[list[Tensor]]()
         for step in steps:
-            if name not in step.written:
-                continue
-            try:
-                (again,) = self._run(piece, 0, total, given=(step.written[name],))
-            except Exception:  # noqa: BLE001  # a state of other samples may not fit these
-                continue
-            found = self._gradients(again.losses, [1.0] * len(again.losses), parameters)
-            first = first or found
-            if any(difference > 1e-6 for difference in _differences(first, found)):
-                return True
-        return False
+            with suppress(Exception):  # a state of other samples may not fit these
+                (again,) = self._run(piece, 0, steps[0].num, given=list(step.written.values()))
+                found.append(self._gradients(again.losses, [1.0] * len(again.losses), _small_parameters(self._module)))
+        return any(max(_differences(found[0], other)) > 1e-6 for other in found[1:])
 
     @contextmanager
     def _quiet(self) -> Generator[None]:
@@ -472,37 +391,14 @@ class Verifier:
                 parameter.requires_grad_(is_trained)
 
     def _run(self, piece: _Piece, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[_Step]:
-        """Run the step on the samples between each two places, one after the other, or as one trial if parts meet.
+        """Run the step on the samples between each two places, as parts that may meet.
 
-        That they do may show only where there are several (`if self.trainer.world_size > 1`).
+        Args:
+            given: what the module is given first.
         """
-        spans = list(itertools.pairwise(places))
-        self._fails_in_parts = len(spans) > 1
-        ranks = SimulatedRanks(len(spans) if self._of_ranks else 1)
-        if len(spans) == 1 or not self._meets:
-            try:
-                steps = list[_Step]()
-                for ranks.first, (i, j) in enumerate(spans):
-                    steps += self._trial([(j - i, piece(i, j))], seed, ranks, given)
-            except Exception:
-                if len(spans) == 1 or not self._meets:
-                    raise
-            else:
-                if len(spans) == 1 or not self._meets:
-                    return steps
-            ranks.first = 0
-        return self._trial([(j - i, piece(i, j)) for i, j in spans], seed, ranks, given)
-
-    def _communicates(self, piece: _Piece, total: int) -> bool:
-        """Whether parts gather from one another."""
-        if not self._gathers:
-            self._run(piece, 0, total // 2, total)
-        return self._gathers
-
-    def _trial(
-        self, parts: Sequence[tuple[int, Batch]], seed: int, ranks: SimulatedRanks, given: Sequence[Written]
-    ) -> list[_Step]:
-        module, steps = self._module, [_Step(num) for num, _ in parts]
+        spans, module = list(itertools.pairwise(places)), self._module
+        parts = [(j - i, piece(i, j)) for i, j in spans]
+        ranks, steps = SimulatedRanks(len(spans) if self._of_ranks else 1), [_Step(num) for num, _ in parts]
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
 
         def here() -> _Step:
@@ -510,6 +406,7 @@ class Verifier:
             return steps[place.part if isinstance(place, Seat) else 0]
 
         def backward(loss: Tensor) -> None:
+            log(f"{LOSS} {len(here().losses)}", loss)
             here().losses.append(loss)
             here().unused |= _leaves_out(loss, trained)
 
@@ -522,7 +419,7 @@ class Verifier:
 
         def run(batch: Batch) -> None:
             alone = nullcontext() if self._together else _OneRank()
-            with alone, here().recorder, here().tape:
+            with alone, here().tape:
                 output: Any = getattr(module, self._step)(batch, *self._rest)
                 output = ended(module, output) if self._trains else output
             here().weight = weight_in(output)
@@ -550,10 +447,8 @@ class Verifier:
                 _hold_optimizers(module, backward, stack)
             pieces = [Piece(self._device, f"{num} samples", partial(run, batch)) for num, batch in parts]
             with _Parts(pieces, [num for num, _ in parts], state) as meeting:
-                for piece in meeting.pieces:
-                    piece.call()
-                self._meets |= meeting.has_met
-            self._gathers |= ranks.has_gathered
+                for part in meeting.pieces:
+                    part.call()
         return steps
 
 
@@ -574,6 +469,11 @@ class _Parts(Meeting):
         for one in written.values():
             one.put()
         return answer
+
+
+def _is_unlike(written: Sequence[Written | None]) -> bool:
+    first, *others = written
+    return any(first is None or one is None or unlike(first.contents, one.contents) for one in others)
 
 
 def _said(error: Exception) -> str:
@@ -649,7 +549,7 @@ def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if kind_of(node) == "CheckpointFunction":  # reentrant: hides what it computes
+        if "CheckpointFunction" in node.name():  # reentrant: hides what it computes
             return False
         reached.add(id(getattr(node, "variable", None)))
         left += [child for child, _ in node.next_functions]

@@ -15,26 +15,22 @@ from .meeting import Seat, seat
 
 @dataclass
 class SimulatedRanks:
-    """Ranks that one process stands in for, part by part.
+    """Ranks that one process stands in for, each for a part of a batch.
 
     Args:
         size: how many there are.
-        first: the rank of the first part that is under way.
     """
 
     size: int
-    first: int = 0
-    has_gathered: bool = False
 
     @property
     def rank(self) -> int:
         """That of the part whose step asks."""
         place = seat()
-        return min(self.first + (place.part if isinstance(place, Seat) else 0), self.size - 1)
+        return min(place.part if isinstance(place, Seat) else 0, self.size - 1)
 
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         """What `all_gather` returns on each; see `RankStrategy.all_gather`."""
-        self.has_gathered = True
         if self.size == 1:
             return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
         own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()

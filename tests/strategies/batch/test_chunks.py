@@ -1,9 +1,7 @@
 """Nested batches are cut by sizes, joined again, or refused by name."""
 
-import sys
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,26 +118,6 @@ def test_an_object_may_split_itself() -> None:
     batch = {"graphs": Graphs([1, 2, 3]), "y": rows(1, 2, 3)}
     assert [chunk["graphs"].graphs for chunk in split(batch, [1, 2])] == [[1], [2, 3]]
     assert num_samples(Graphs([1, 2, 3])) == 3
-
-
-def test_a_pandas_index_is_shared_where_it_names_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Labels:
-        def __init__(self, *names: str) -> None:
-            self.names = names
-
-        def __len__(self) -> int:
-            return len(self.names)
-
-        def __getitem__(self, entries: slice) -> "Labels":
-            return Labels(*self.names[entries])
-
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(Index=Labels))
-    wide, square = {"x": torch.zeros(3, 2)}, {"x": torch.zeros(2, 2, 5)}
-    for tensors, sizes in ((wide, [2, 1]), (square, [1, 1])):
-        chunks = split({**tensors, "columns": Labels("y", "mask")}, sizes)
-        assert [chunk["columns"].names for chunk in chunks] == [("y", "mask")] * 2
-    chunks = split({**wide, "samples": Labels("a", "b", "c")}, [2, 1])
-    assert [chunk["samples"].names for chunk in chunks] == [("a", "b"), ("c",)]
 
 
 def test_a_batch_of_strings_is_cut() -> None:

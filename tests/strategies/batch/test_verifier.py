@@ -82,16 +82,18 @@ def test_verify_false_trains_it_nevertheless() -> None:
 
 
 class Detached(Net):
-    """No graph of its loss shows it: a factor is computed of detached means."""
+    """A factor is computed of detached means."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         first, second = F.cross_entropy(self.net(x), y), self.net(x).pow(2).mean()
         return first + first.detach() / second.detach() * second
 
 
-def test_numbers_detached_from_the_loss_are_seen() -> None:
-    with pytest.raises(ConfigError, match=r"model_parallel: computed in chunks of 5 and 3 samples"):
-        weights(Detached(), ModelParallelStrategy(num_microbatches=2, global_view=False))
+@pytest.mark.filterwarnings("ignore:A stage is used before")
+def test_numbers_detached_from_the_loss_are_the_whole_batchs() -> None:
+    one = weights(Detached(), SingleDeviceStrategy(), devices=1)
+    for strategy in (ModelParallelStrategy(num_microbatches=2), DataParallelStrategy()):
+        torch.testing.assert_close(weights(Detached(), strategy), one, rtol=0, atol=1e-12)
 
 
 class Writes(Net):
@@ -136,7 +138,7 @@ class Weighed(Net):
 
 
 def test_a_loss_weight_that_is_not_what_the_loss_divides_by_is_told() -> None:
-    with pytest.warns(UserWarning, match="dp: with its loss_weight, gradients of .* differ from one device's"):
+    with pytest.warns(UserWarning, match="dp: with its loss_weight, .* the gradient of .* differs from one device's"):
         weights(Weighed(), DataParallelStrategy())
 
 
