@@ -127,9 +127,9 @@ def verify_config(cfg: DictConfig) -> None:
     verify_plain(cfg)
     options = plain(cfg)
     if cfg.resume not in (None, "last", "best", AUTO) and not Path(cfg.resume).is_file():
-        is_folder = "is a directory. Give a file in it, such as last.ckpt" if Path(cfg.resume).is_dir() else ""
-        wrong = is_folder or "does not exist. Give the path of a checkpoint"
-        raise ConfigError(f"resume={cfg.resume} {wrong}, or resume=last.")
+        folder = f"resume={cfg.resume} is a directory. Give a file in it, such as last.ckpt"
+        missing = f"resume={cfg.resume} does not exist. Give the path of a checkpoint"
+        raise ConfigError(f"{folder if Path(cfg.resume).is_dir() else missing}, or resume=last.")
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)
     for key, kind in KINDS.items():
