@@ -37,7 +37,7 @@ class WholeSteps:
         """Give a step whole batches, or refuse that."""
         if not self.allowed or step in self.names:
             raise why
-        self.names.add(step)
+        self.names |= STEPS if step == "training_step" else {step}  # its evaluation computes the same loss
         tell_whole(self.strategy, why, f"{step} gets whole batches (strategy.global_view), {self.how}")
 
     @contextmanager
