@@ -259,10 +259,11 @@ class Verifier:
             except Exception as exc:
                 if cuts and not is_out_of_memory(exc):
                     break  # on a single sample
-                if not self._trains or isinstance(exc, (_Cannot, PartsDiffer)) or is_out_of_memory(exc):
+                rank_evaluates = self._of_ranks and not self._trains
+                if rank_evaluates or isinstance(exc, (_Cannot, PartsDiffer)) or is_out_of_memory(exc):
                     raise
                 raise PartsDiffer(
-                    f"{self._name}: training_step fails on parts of a batch ({_said(exc)}). Give every value of the "
+                    f"{self._name}: {self._step} fails on parts of a batch ({_said(exc)}). Give every value of the "
                     "batch one row per sample, or put it into an object that defines split(sizes)."
                 ) from exc
         return whole, cuts
