@@ -14,6 +14,9 @@ from plans import PLANS
 from torch import Tensor
 
 from evener.strategies import DataParallelStrategy, ModelParallelStrategy
+from evener.strategies.batch.exact.loss_reader import LossReader
+from evener.strategies.batch.exact.plans import OF_SAMPLES, Plan
+from evener.strategies.batch.exact.values import Leaf, Program
 
 
 def count_and_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -97,3 +100,13 @@ def test_what_is_compiled_stays_so_after_a_trial_of_the_loss() -> None:
     run(Case(CompiledSum), DataParallelStrategy(), devices=2)
     assert len(CALLS) - 2 * CALLS.count("compiled") > 0  # the trial compiles nothing
     assert CALLS[-8:].count("compiled") == 4
+
+
+def test_a_compiled_step_whose_loss_must_be_read_is_told_to_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
+    reader, module = LossReader("ddp"), Net()
+    module._compiler_ctx = {"compiler": "dynamo"}
+    with caplog.at_level("INFO"):
+        reader.take([OF_SAMPLES], module)
+        assert caplog.text == ""
+        reader.take([Plan(Program((Leaf((), 0, "sum", (), torch.float32),), (), None), 0)], module)
+    assert "ddp: training steps run uncompiled, since what their loss divides by can't be read" in caplog.text

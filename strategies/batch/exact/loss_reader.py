@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ...core.devices import precise_dtype
@@ -54,6 +55,11 @@ class LossReader:
         self.plans = plans
         # what a loss is computed of is not seen where the step itself is compiled
         self._is_seen = self.plan.is_of_samples or getattr(module, "_compiler_ctx", None) is None
+        if not self._is_seen:
+            rank_zero_info(
+                f"{self._strategy}: training steps run uncompiled, since what their loss divides by can't be read in a "
+                'compiled step. Compile the model inside the module, or return {"loss": loss, "loss_weight": n}.'
+            )
 
     def begin_step(self, counts: bool = True, num_whole: float | None = None) -> None:
         """Begin a step on another batch."""
