@@ -44,7 +44,7 @@ class Joiner:
         self, word: Callable[[Path], str | None], unknown: Callable[[Path, str], Any], appended: bool = False
     ) -> None:
         self._word, self._unknown, self._appended = word, unknown, appended
-        self._follow: dict[Path, bool] = {}
+        self.follow: dict[Path, bool] = {}
 
     def join(self, batches: Batches, path: Path = (), device: torch.device | None = None) -> list[Any]:
         """Join the values at a path: one for each batch, on a device, or on that of the first part."""
@@ -81,9 +81,9 @@ class Joiner:
         if len(set(lengths)) == len(set(sizes)) == 1:  # which tells nothing: what is as long as the parts is samples
             (first, *_), _ = batches[0]
             is_structure = _is_structure(first) or (self._appended and type(first) is tuple)
-            return self._follow.get(path, not lengths[0] or (lengths == sizes and not is_structure))
-        self._follow[path] = lengths == sizes or len(set(lengths)) > 1
-        return self._follow[path]
+            return self.follow.get(path, not lengths[0] or (lengths == sizes and not is_structure))
+        self.follow[path] = lengths == sizes or len(set(lengths)) > 1
+        return self.follow[path]
 
     def _structures(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
         items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
@@ -126,6 +126,18 @@ class ResultStructure:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
         self._joiner = Joiner(self._said, self._no_value)
         self._is_settled = False
+
+    @property
+    def decided(self) -> list[Any]:
+        """What is known, with which a resumed run cuts as this one; nothing, if names in it are no plain data."""
+        follow = [(list(path), follows) for path, follows in self._joiner.follow.items()]
+        is_plain = all(type(key) in (str, int) for path, _ in follow for key in path)
+        return [self._is_settled, follow] if is_plain else [False, []]
+
+    @decided.setter
+    def decided(self, saved: Sequence[Any]) -> None:
+        self._is_settled, follow = saved
+        self._joiner.follow = {tuple(path): follows for path, follows in follow}
 
     def unequal(self, sizes: Sequence[int]) -> list[int]:
         """Move a sample from the last chunk to the first where all are of one size and results are not yet known.

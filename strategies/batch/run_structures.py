@@ -79,6 +79,16 @@ class RunStructures:
             self._results[key] = ResultStructure(step, self.options)
         return self._results[key]
 
+    @property
+    def decided(self) -> list[list[Any]]:
+        """What is known of results, as plain data for checkpoints."""
+        return [[*key, results.decided] for key, results in self._results.items()]
+
+    @decided.setter
+    def decided(self, saved: Sequence[Sequence[Any]]) -> None:
+        for step, loader, decided in saved:
+            self.of_results(step, loader).decided = decided
+
     def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
         """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.
 

@@ -9,7 +9,7 @@
 | gradients and loss weights accumulated so far, if saved inside an accumulated step | yes |
 | states of the module's torchmetrics metrics, accumulated over the epoch | yes |
 | values that `self.log` accumulates over the epoch, and which of the metrics it logs | yes |
-| what is known of the results of parts of batches, which decides how the first ones are cut | no, it is equal |
+| what is known of the results of parts of batches, which decides how the first ones are cut | yes |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
 
@@ -22,6 +22,7 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
+from ...strategies.batch.run_structures import RunStructures
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
 from ...strategies.distributed.metrics.states import Mark, SavedMetric
@@ -55,6 +56,7 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
         "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
+        "known_of_results": structures.decided if (structures := _structures(trainer)) else [],
     }
 
 
@@ -72,6 +74,8 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     trainer._logger_connector._callback_metrics.update(state["logged"])
     results: Any = trainer.fit_loop.epoch_loop._results
     results.restore(state["results"])
+    if structures := _structures(trainer):
+        structures.decided = state.get("known_of_results", [])  # files of earlier versions have none
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -141,6 +145,10 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
     """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
     ranks = ranks_of(trainer.strategy)
     return None if ranks is None else ranks.contract.metrics.sync
+
+
+def _structures(trainer: pl.Trainer) -> RunStructures | None:
+    return getattr(trainer.strategy, "structures", None)  # Lightning's own strategies have none
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
