@@ -49,6 +49,7 @@ def test_step_times_are_means_per_optimizer_step() -> None:
 def test_communication_is_what_backward_does_not_hide() -> None:
     class Wrapper:
         data: dict[str, int] = {}  # noqa: RUF012
+        logger: object = "torch's, which records"
 
         def _set_ddp_runtime_logging_sample_rate(self, every: int) -> None:
             self.every = every
@@ -67,6 +68,8 @@ def test_communication_is_what_backward_does_not_hide() -> None:
     }  # fmt: skip
     assert times.exposed_communication_ms() == 6.5
     assert times.own_compute_s() == pytest.approx(0.004)
+    wrapper.logger = None  # the ranks have lost one, and go on with another wrapper
+    assert times.exposed_communication_ms() is None
 
 
 def test_efficiency_is_the_mean_over_the_largest_time() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from commands import PAGES, ROOT, commands, commands_of, overlooked, torchrun_options, unknown_extras, words_after
-from distributed import run_ranks
+from distributed import run_ranks, run_script
 from omegaconf import DictConfig
 
 from evener.trainer import compose
@@ -256,7 +256,10 @@ def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatc
     words = filled_in(words, lambda: train_here(project, ["accelerator=cpu", *SHORT]))
     cfg = composed(words)
     words += shortened(words, cfg)
-    if num := num_processes(words, cfg):
+    num = num_processes(words, cfg)
+    if num and cfg.launcher.survive:  # which needs the command's own launcher
+        run_script(train_in_rank, tmp_path, project, words, timeout_s=300)
+    elif num:
         run_ranks(train_in_rank, num, tmp_path, project, words, timeout_s=300)
     else:
         train_here(project, words)

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ def stopped_run(workers: Workers) -> None:
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Workers, "run", stopped_run)
     words = ["strategy=ddp", "devices=2", "accelerator=cpu", f"log_dir={tmp_path}/logs"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("moment", ["while what is lost is found out", "while the directory is removed"])
