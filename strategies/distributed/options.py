@@ -63,8 +63,8 @@ def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> Non
         ConfigError: a batch is cut, or the module runs the backward passes.
     """
     why = f"needs one backward pass per step, but with {cut_by} each part of a batch has one" if cut_by else ""
-    if not module.automatic_optimization:
-        why = why or "can't be recorded in manual optimization: the module runs the backward passes"
+    if not (why or module.automatic_optimization):
+        why = "can't be recorded in manual optimization: the module runs the backward passes"
     if why:
         raise ConfigError(f"{strategy}: static_graph=true {why}. Set static_graph=false.")
 

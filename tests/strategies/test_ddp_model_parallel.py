@@ -9,7 +9,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from launching import running
-from parity import CASES, Case, GroupsNet, Run, TokenNet, baseline, make_module, make_trainer, run
+from parity import CASES, Case, GroupsNet, Run, SumNet, TokenNet, baseline, make_module, make_trainer, run
 from stage_modules import DEEP, DeepNet, SquareNet
 
 from evener.strategies import (
@@ -40,11 +40,19 @@ class SyncedTokens(Synced, TokenNet): ...
 class SyncedGroups(Synced, GroupsNet): ...
 
 
+class SyncedSums(Synced, SumNet):
+    """A sum beside a mean over samples."""
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self(batch[0]).pow(2).mean()
+
+
 DDP_CASES = {
     "ragged": replace(DEEP, module=SyncedDeep, trainer={}, batch_size=5),
     "accumulated_clipped": replace(DEEP, module=SyncedDeep),
     "loss_weight": Case(SyncedTokens),
     "groups": Case(SyncedGroups, num=9),
+    "sums": Case(SyncedSums, num=9),
     "exact_accumulation": Case(
         SyncedTokens, num=22, trainer={"accumulate_grad_batches": 2, "exact_accumulation": True}
     ),

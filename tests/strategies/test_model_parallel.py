@@ -173,12 +173,12 @@ def test_fit_leaves_no_hook_no_thread_and_no_graph_behind() -> None:
 def test_a_failure_in_a_micro_batch_names_it() -> None:
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch[0]) == 1:
+            if batch_idx == 1 and len(batch[0]) == 1:  # not while it is verified that it trains in parts
                 raise ValueError("broken")
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match=r"broken \[micro-batch 2 of 2, 1 of 3 samples, on cpu\]"):
-        run(Case(Fails, num=3, batch_size=3), ModelParallelStrategy(num_microbatches=2), devices=2)
+        run(Case(Fails, num=6, batch_size=3), ModelParallelStrategy(num_microbatches=2), devices=2)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # Lightning's; here it is on purpose

@@ -72,11 +72,15 @@ class LossReader:
         self._num_calls += 1
         return self.plans[min(self._num_calls, len(self.plans)) - 1]
 
-    def reading(self, step: Callable[..., Any], num: float) -> Callable[..., Any]:
-        """Return a step that reads its loss, of `num` samples, once it is known."""
-        return step if self.plan.is_of_samples else partial(self._read, step, num)
+    def reading(self, step: Callable[..., Any], num: float, num_here: float | None = None) -> Callable[..., Any]:
+        """Return a step that reads its loss, of `num` samples, once it is known.
 
-    def _read(self, step: Callable[..., Any], num: float, *args: Any, **kwargs: Any) -> Any:
+        Args:
+            num_here: samples of this process, if a part may go backward before the next has been forward.
+        """
+        return step if self.plan.is_of_samples else partial(self._read, step, num, num_here)
+
+    def _read(self, step: Callable[..., Any], num: float, num_here: float | None, *args: Any, **kwargs: Any) -> Any:
         tape, program = active_tape(), self.plan.program
         assert program is not None
         eagerly = nullcontext() if self._is_seen else torch.compiler.set_stance("force_eager")
@@ -86,6 +90,8 @@ class LossReader:
         if not isinstance(loss, Tensor) or weight_in(output) is not None:
             return output
         part = self.part(loss, self.plan, num, recording)
+        if self.plan.is_linear and num_here is not None:
+            part.scale_alone(part.num / (self.num_whole or num_here))
         if self.plan.needs_all:
             return output
         return {**(output if isinstance(output, dict) else {}), "loss": loss, FOUND: part.weight}

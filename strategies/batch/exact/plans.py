@@ -36,10 +36,12 @@ class Plan:
     Args:
         program: of the loss; None for a mean over samples.
         base: the leaf by which the whole loss counts; None if the gradient of each leaf is put in its place.
+        is_linear: whether these gradients are those of any part, so that it may go backward as soon as it is known.
     """
 
     program: Program | None = None
     base: int | None = None
+    is_linear: bool = False
 
     @property
     def is_of_samples(self) -> bool:
@@ -48,7 +50,10 @@ class Plan:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the leaves of all parts must be known before the first goes backward."""
+        """Whether the gradients of leaves are put in their place, for which those of all parts must be known.
+
+        One part after the other can do with its own if `is_linear`.
+        """
         return self.program is not None and self.base is None
 
 
@@ -67,7 +72,7 @@ def proposals(whole: Seen, cuts: Sequence[Sequence[Seen]], name: str = RETURNED)
         yield OF_SAMPLES
     yield from (Plan(program, j) for j in range(len(program.leaves)) if _is_weight(program, j, pieces))
     if not any(leaf.how in ("max", "min") for leaf in program.leaves):
-        yield Plan(program)
+        yield Plan(program, is_linear=_is_linear(program, pieces))
 
 
 def _is_weight(program: Program, base: int, pieces: Sequence[Seen]) -> bool:
@@ -95,6 +100,24 @@ def _is_weight(program: Program, base: int, pieces: Sequence[Seen]) -> bool:
     with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
         values = torch.stack([program.value(part) for part in (*parts, program.merged(parts))]).double()
         return bool(torch.isclose(values[:3] @ weights.double()[:, 0] / weights.sum(), values[3], rtol=1e-4))
+    return False
+
+
+def _is_linear(program: Program, pieces: Sequence[Seen]) -> bool:
+    """Whether the gradients by leaves are the same whatever these are, but for means over samples their share."""
+    means = [leaf for leaf in program.leaves if leaf.grad and leaf.how == "mean"]
+    if any(c in name for name, *_ in program.ops for c in _CLAMPS) or not all(
+        _follows_samples(m, pieces) for m in means
+    ):
+        return False
+    draw, own = partial(torch.randn, generator=torch.Generator()), pieces[0].tape.rows(program, torch.device("cpu"))
+    found = list[Tensor]()
+    with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
+        for size in (1e-3, 1e-3, 1.0, 1.0, 1.0, 1e4, 1e4, 1e4):
+            drawn = [torch.cat([row[:2], size * draw(len(row) - 2)]) for row in own]
+            rows = [a if leaf.how == "same" else b for leaf, a, b in zip(program.leaves, own, drawn, strict=True)]
+            found.append(torch.cat([one.flatten() for one in program.slopes(rows) if one is not None]))
+        return all(torch.equal(found[0], slopes) for slopes in found)
     return False
 
 
@@ -143,6 +166,12 @@ class Part:
             return self.num
         row = self.rows[self.plan.base]
         return row[1] if self.program.leaves[self.plan.base].how == "mean" else row[2]
+
+    def scale_alone(self, share: float) -> None:
+        """Do what `scale` does, for a plan that is linear, before the leaves of other parts are known."""
+        rows = zip(self.program.leaves, self.rows, strict=True)
+        alike = [torch.cat([row[:1], row[1:] / (share or 1)]) if leaf.how == "mean" else row for leaf, row in rows]
+        self.scale(alike, share)
 
     def scale(self, merged: Sequence[Tensor], share: float) -> None:
         """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.

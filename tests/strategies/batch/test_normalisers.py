@@ -106,6 +106,9 @@ FORMS: dict[str, Callable[[Net, Batch], Tensor]] = {
     "sum * (1 / len)": lambda m, b: m(b.x).pow(2).sum() * (1 / len(b)),
     "sum / constant": lambda m, b: m(b.x).pow(2).sum() / 100,
     "sum": lambda m, b: m(b.x).pow(2).sum(),
+    "mean + sum": lambda m, b: F.mse_loss(m(b.x), b.target) + 0.1 * m(b.a).pow(2).sum(),
+    "sum + weight decay by hand": lambda m, b: m(b.x).pow(2).sum() + m.scale.detach() * m.body[0].weight.pow(2).sum(),
+    "sum and its hinge": lambda m, b: m(b.x).pow(2).sum() + (m(b.a).pow(2).sum() - 7).relu(),
     "chosen rows": lambda m, b: m(b.x)[b.chosen].mean(),
     "masked_select": lambda m, b: m(b.x).masked_select(b.target > 0).pow(2).mean(),
     "nanmean": lambda m, b: torch.where(b.target > 0, m(b.x).pow(2), torch.nan).nanmean(),
@@ -240,3 +243,17 @@ def test_a_mean_over_samples_needs_nothing_in_a_step(net: Net) -> None:
     plain = [name for name in FORMS if plan_of(net, FORMS[name], batch()) == OF_SAMPLES]
     assert {"cross entropy", "mse", "sum / len", "kl batchmean", "bce with pos_weight", "triplet"} <= set(plain)
     assert not {"class weights", "ignored targets", "padded language model", "four terms", "sum"} & set(plain)
+
+
+def test_parts_of_a_linear_loss_go_backward_one_after_the_other(net: Net) -> None:
+    b, linear = batch(), {"sum", "sum / constant", "mean + sum", "sum + weight decay by hand", "ctc sum"}
+    plans = {name: plan_of(net, FORMS[name], b) for name in (*linear, *FORMS)}
+    assert {name for name, plan in plans.items() if plan.is_linear} == linear
+    for name in linear:
+        total = [torch.zeros_like(p) for p in net.parameters()]
+        for piece in cut(b, [5, 1, 3]):
+            share, part = len(piece) / NUM, part_of(net, FORMS[name], piece, plans[name])
+            part.scale_alone(share)
+            gradients = torch.autograd.grad(part.loss * share, [*net.parameters()], allow_unused=True)
+            total = [one + (0 if new is None else new) for one, new in zip(total, gradients, strict=True)]
+        assert difference(total, whole(net, FORMS[name], b)[:-1]) < 1e-10
