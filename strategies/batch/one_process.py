@@ -177,7 +177,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         except PartsDiffer as exc:
             assert self.lightning_module is not None
             self.whole.take("training_step", exc)
-            if weighs_in_loop(self.lightning_module.trainer):
+            if exc.plans and weighs_in_loop(self.lightning_module.trainer):
                 self.reader.take(exc.plans, self.lightning_module)
             return
         self.reader.take(found.plans, self.lightning_module)

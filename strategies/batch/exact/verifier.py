@@ -60,7 +60,7 @@ class Verdict:
     """What was found.
 
     Args:
-        plans: of the loss; in manual optimization of each call of `manual_backward`.
+        plans: of the loss; in manual optimization of each call of `manual_backward`; empty if batches can't be cut.
         refusal: what differs, and what to do; empty if nothing does.
         told: lines for the log, and whether they are warnings.
         unused: whether some trained parameters take no part in a loss.
@@ -640,13 +640,16 @@ def verified(
     """
     verdict: Verdict | None = None
     if is_first:
-        verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
+        try:
+            verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
+        except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
+            return _told(share(Verdict([], str(exc))), is_first)
         verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})
         if verdict.failed:  # its parameters may be shards by now
             verdict = earlier.get(strategy.strategy_name, verdict)
         earlier[strategy.strategy_name] = verdict
     found: Verdict = share(verdict)
-    return found if found.failed and again else _told(found, is_first, verifies)
+    return found if found.failed and again else _told(found, is_first, verifies or not found.plans)
 
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
@@ -657,7 +660,7 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
         rank_zero_warn(found.unlike)
     if found.refusal and verifies:
         refusal = PartsDiffer(found.refusal)
-        refusal.plans = found.plans
+        refusal.plans = found.plans or None
         raise refusal
     return found
 
