@@ -262,6 +262,8 @@ class Verifier:
                 rank_evaluates = self._of_ranks and not self._trains
                 if rank_evaluates or isinstance(exc, (_Cannot, PartsDiffer)) or is_out_of_memory(exc):
                     raise
+                if self._of_ranks:  # by which rank it runs, it fails on the whole batch too, and does so in training
+                    self._run(lambda i, j: piece(0, total), 0, total, 2 * total)
                 raise PartsDiffer(
                     f"{self._name}: {self._step} fails on parts of a batch ({_said(exc)}). Give every value of the "
                     "batch one row per sample, or put it into an object that defines split(sizes)."

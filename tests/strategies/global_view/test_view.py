@@ -5,7 +5,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -134,12 +134,14 @@ def _train_all(strategy: Any, size_is: Any, batch: int) -> dict[str, dict[str, T
     return {form: _fit(one, num, form, batch) for form, one in zip(LOSSES, made, strict=True)}
 
 
-def _train_mixed(strategy: Any, devices: int, batch: int) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _train_mixed(
+    strategy: Any, devices: int, batch: int, forms: Sequence[str] = MIXED
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     told = list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
-    found = {form: _fit(strategy(), devices, form, batch) for form in MIXED}
+    found = {form: _fit(strategy(), devices, form, batch) for form in forms}
     return found, [line for line in told if "global_view" in line]
 
 
@@ -223,6 +225,20 @@ def test_one_process_gives_it_whole_batches(strategy: Any, devices: int, how: st
         assert line.endswith(
             f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
         )
+
+
+def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_line_names_its_error() -> None:
+    # one that fails on its rank, whatever its samples are, ends the run: test_launcher.py, test_notebook.py
+    (expected, _), *_ = run_ranks(_train_five, 1, SingleDeviceStrategy, 1)
+    (found, told), *_ = run_ranks(_train_five, 2, ON_RANKS["ddp"][0], 2)
+    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+    assert len(told) == 1
+    assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(3\)", told[0])
+
+
+def _train_five(strategy: Any, devices: int) -> Any:
+    LOSSES["five"] = lambda z, y: (z[:5] - torch.ones(5, CLASSES)).pow(2).mean()
+    return _train_mixed(strategy, devices, 8, ["five"])
 
 
 def _references(batch: int) -> dict[str, dict[str, Tensor]]:

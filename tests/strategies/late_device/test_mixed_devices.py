@@ -71,9 +71,9 @@ CORPUS = {
         "CombinedLoaders": "equal",  # a hook that averages weights of two parts
         "ArcFace": "equal",  # a parameter of the module itself
         "GraphClassifier": "equal",  # a batch of a class of the user's, which waits on the host
-        "DQN": "remedied",  # a stream: its first batch is verified, which waits on the host
+        "DQN": "equal",  # a stream: its first batch is verified, which waits on the host; whole, for it writes weights
     },
-    "dp": {"FocalByPositives": "equal", "Detection": "remedied", "TrainLosses": "exception"},
+    "dp": {"FocalByPositives": "equal", "Detection": "equal", "TrainLosses": "exception"},
     "fsdp": {"WideAndDeep": "equal", "ClassWeighted": "equal"},
 }
 
