@@ -161,7 +161,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         reader = self.reader
         reader.begin_step()
-        if not (self._is_verified or "training_step" in self.whole.names):
+        if not self._is_verified:
             self._is_verified = True
             self._verify(args)
         step = self.layout.step
@@ -171,11 +171,13 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             return step("training_step", *args, **kwargs)
 
     def _verify(self, args: Sequence[Any]) -> None:
+        assert self.lightning_module is not None
         views, cuts = Views(ranks=False, chunks=True), self.layout.cuts_steps
+        if not (cuts or weighs_in_loop(self.lightning_module.trainer)):  # whole batches, as before it was resumed, say
+            return
         try:
             found = verified(self, views, self._verifies and cuts, args)
         except PartsDiffer as exc:
-            assert self.lightning_module is not None
             self.whole.take("training_step", exc)
             if exc.plans and weighs_in_loop(self.lightning_module.trainer):
                 self.reader.take(exc.plans, self.lightning_module)

@@ -88,7 +88,10 @@ class Recorder(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
         inputs, ids = batch
-        loss = self.layers(inputs).square().mean()
+        outputs = self.layers(inputs)
+        loss = outputs.square().mean()
+        if self.plan.contrasts:
+            loss = loss + (outputs @ outputs.T).softmax(1).square().mean()
         if not self.layers[1].training:  # the verifier looks at a few samples, without dropout
             return loss
         self.mean.update(loss.detach(), len(ids))
@@ -166,6 +169,7 @@ class Plan:
     train_loader: dict[str, Any] = field(default_factory=dict)
     val_loader: dict[str, Any] = field(default_factory=dict)
     val_pause_s: float = 0.0
+    contrasts: bool = False  # a loss of pairs of samples
 
     @property
     def num_batches(self) -> int:

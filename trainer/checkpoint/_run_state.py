@@ -10,6 +10,7 @@
 | states of the module's torchmetrics metrics, accumulated over the epoch | yes |
 | values that `self.log` accumulates over the epoch, and which of the metrics it logs | yes |
 | what is known of the results of parts of batches, which decides how the first ones are cut | yes |
+| which steps get whole batches, as their modules train otherwise in parts, or these can't be made | yes |
 | metrics logged last, which schedulers and early stopping read | no, they are equal |
 """
 
@@ -23,6 +24,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
 from ...strategies.batch.run_structures import RunStructures
+from ...strategies.batch.whole.whole_steps import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
 from ...strategies.distributed.metrics.states import Mark, SavedMetric
@@ -56,6 +58,7 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
         "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
+        "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],
         "known_of_results": structures.decided if (structures := _structures(trainer)) else [],
     }
 
@@ -74,8 +77,10 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     trainer._logger_connector._callback_metrics.update(state["logged"])
     results: Any = trainer.fit_loop.epoch_loop._results
     results.restore(state["results"])
+    if whole := _whole(trainer):
+        whole.go_on(state.get("whole_steps", []))  # files of earlier versions have none
     if structures := _structures(trainer):
-        structures.decided = state.get("known_of_results", [])  # files of earlier versions have none
+        structures.decided = state.get("known_of_results", [])
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -145,6 +150,10 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
     """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
     ranks = ranks_of(trainer.strategy)
     return None if ranks is None else ranks.contract.metrics.sync
+
+
+def _whole(trainer: pl.Trainer) -> WholeSteps | None:
+    return getattr(trainer.strategy, "whole", None)  # of ranks all are found before the first
 
 
 def _structures(trainer: pl.Trainer) -> RunStructures | None:

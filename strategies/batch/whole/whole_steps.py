@@ -1,6 +1,6 @@
 """Give steps whole batches where parts of these can't be made, or train otherwise: refusing is the last resort."""
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -39,6 +39,12 @@ class WholeSteps:
             raise why
         self.names |= STEPS if step == "training_step" else {step}  # its evaluation computes the same loss
         tell_whole(self.strategy, why, f"{step} gets whole batches (strategy.global_view), {self.how}")
+
+    def go_on(self, names: Collection[str]) -> None:
+        """Give steps whole batches that got them in the run that is resumed."""
+        if self.allowed and not self.names.issuperset(names):
+            self.names.update(names)
+            rank_zero_info(f"{self.strategy}: {', '.join(sorted(names))} get whole batches, as before, {self.how}.")
 
     @contextmanager
     def where_needed(self, step: str) -> Generator[None]:
