@@ -31,7 +31,7 @@ PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
 
 FORM_S = 20.0
-"""Seconds in which the ranks that live connect, at most, if yet another one dies while they do."""
+"""Seconds that torch waits for a connection where yet another rank dies; it tries some times, for 100 s in one case."""
 
 _num_runs = 0
 
