@@ -80,7 +80,10 @@ def chosen_loaders(combined: Any, loader: int = 0) -> list[Any]:
 def _spread(dataset: Any, num: int) -> list[Any]:
     last, many = len(dataset) - 1, getattr(dataset, "__getitems__", None)
     indices = [round(i * last / (num - 1)) for i in range(num)] if num > 1 else [0]
-    return [dataset[i] for i in indices] if many is None else list(many(indices))
+    found = [dataset[i] for i in indices] if many is None else list(many(indices))
+    if len(found) != num:
+        raise TypeError("a dataset that makes batches itself")
+    return found
 
 
 @contextmanager

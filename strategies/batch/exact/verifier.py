@@ -26,7 +26,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from ...core.devices import is_out_of_memory
@@ -260,8 +259,6 @@ class Verifier:
             except Exception as exc:
                 if cuts and not is_out_of_memory(exc):
                     break  # on a single sample
-                if not tree_leaves(piece(i, total)):
-                    raise _Cannot("collate_fn makes nothing of some samples") from exc
                 rank_evaluates = self._of_ranks and not self._trains
                 if rank_evaluates or isinstance(exc, (_Cannot, PartsDiffer)) or is_out_of_memory(exc):
                     raise
