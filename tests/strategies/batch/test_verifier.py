@@ -1,16 +1,24 @@
 """Before the first step a few samples show whether a module trains in parts of a batch as on the whole one."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    ConfigError,
+    DataParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 NUM = 21
@@ -156,3 +164,54 @@ def test_of_a_stream_the_first_batch_is_looked_at() -> None:
     one = weights(Classes(), SingleDeviceStrategy(), DataLoader(Stream(), 8), 1)
     two = weights(Classes(), DataParallelStrategy(), DataLoader(Stream(), 8))
     torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+
+
+class ReadyBatches(torch.utils.data.Dataset[Any]):
+    """Makes the batch of some indices itself, as datasets in memory do."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("batches are made by __getitems__")
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 64).reshape(16, 4)[indices]
+        return [x, x.sum(1)]
+
+
+class Fitted(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+        nn.init.constant_(self.net.weight, 0.1)
+        nn.init.zeros_(self.net.bias)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]).squeeze(1), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fitted(strategy: Any, devices: int) -> tuple[Tensor, bool]:
+    """The weight, and whether steps saw whole batches."""
+    warnings.simplefilter("ignore")
+    module = Fitted()
+    Trainer(
+        strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", devices=devices,
+    ).fit(module, DataLoader(ReadyBatches(), batch_size=8, collate_fn=list))  # fmt: skip
+    return module.net.weight.detach(), getattr(strategy, "sync", None) is not None and strategy.sync.changes_evaluation
+
+
+def _fitted_by_ddp() -> tuple[Tensor, bool]:
+    return _fitted(DDPStrategy(batch_size_is="global", timeout_s=60), 2)
+
+
+def test_ranks_cut_the_batches_of_a_dataset_that_makes_them_itself() -> None:
+    # Failed before: two tensors were taken for samples, so that some parts were empty and steps got whole batches.
+    expected, _ = _fitted(SingleDeviceStrategy("cpu"), 1)
+    for weight, is_whole in run_ranks(_fitted_by_ddp, 2):
+        assert not is_whole
+        assert torch.allclose(weight, expected, rtol=0, atol=1e-6)
