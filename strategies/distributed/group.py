@@ -31,7 +31,7 @@ PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
 
 FORM_S = 20.0
-"""Seconds that torch waits for a connection where yet another rank dies; it tries some times, for 100 s in one case."""
+"""Seconds of one attempt of torch to connect; if another rank dies meanwhile, several follow (100 s were seen)."""
 
 _num_runs = 0
 
