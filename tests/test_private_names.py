@@ -33,8 +33,6 @@ from torch.utils.tensorboard import SummaryWriter
 from torchmetrics.wrappers import Running
 from typing_extensions import override
 
-from evener.strategies.core.internals import clear_compile_rules
-
 ROOT = Path(__file__).parents[1]
 LIBRARIES = (
     "torch",
@@ -300,7 +298,7 @@ def test_names_of_torch_do_what_they_are_read_for(tmp_path: Path) -> None:
     assert torch._dynamo.config.recompile_limit > 0
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map()
-    clear_compile_rules()
+    rules.clear_lru_cache()
     assert rules.get_torch_obj_rule_map.cache_info().currsize == 0
     assert isinstance(nn.BatchNorm1d(1), _BatchNorm)
     assert isinstance(nn.Dropout(), _DropoutNd)

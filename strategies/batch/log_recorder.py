@@ -85,10 +85,6 @@ class LogRecorder:
             self._metrics.close()
             self._metrics = self._new_metrics()
 
-    def uncounted(self) -> AbstractContextManager[None]:
-        """Call the metrics inside the block for no part."""
-        return self._metrics.uncounted()
-
     def merge(self, used: Sequence[int], sizes: Sequence[int], outputs: Sequence[Any]) -> None:
         """Bring what parts have counted to the module's metrics.
 

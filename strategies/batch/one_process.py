@@ -148,7 +148,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all parts of a batch: its rows of the batch, as one device has them."""
-        return gathered(tensor, sync_grads, self.strategy_name)
+        return gathered(tensor, sync_grads)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -100,12 +100,6 @@ class PartMetrics:
             self._discard()
             raise
 
-    @contextmanager
-    def uncounted(self) -> Generator[None]:
-        """Call the module's metrics themselves inside the block."""
-        with replaced(self, "_is_open", False):
-            yield
-
     def original(self, value: Any) -> Any:
         """Map what a metric has returned for a part to the whole batch's value; others stay unchanged."""
         found = self._values.get(id(value))

@@ -21,9 +21,11 @@ class PartsDiffer(ConfigError):
 
     Attributes:
         plans: what losses divide by, as far as that was found.
+        meets: whether they train alike, but must meet in the midst of a step, which micro-batches can't.
     """
 
     plans: Any = None
+    meets: bool = False
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

@@ -13,12 +13,6 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def clear_compile_rules() -> None:
-    """Clear what torch.compile knows of functions, as a new process group does, if it was imported."""
-    if rules := sys.modules.get("torch._dynamo.trace_rules"):
-        rules.clear_lru_cache()
-
-
 def not_compiling() -> AbstractContextManager[Any]:
     """Run compiled functions uncompiled inside the block; called in a dispatch mode, they would remain so."""
     is_used = "torch._dynamo" in sys.modules  # which takes a second to import

@@ -28,7 +28,6 @@ from lightning_fabric.utilities import registry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
 
-from ..core.internals import clear_compile_rules
 from ..core.patching import replaced
 from ._store_watch import RANK_FAILED
 from .store import leave_store
@@ -214,7 +213,8 @@ def _do_first_time() -> None:
     _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]  # abstract classes keep the answers
     _ = [issubclass(a, b) for a in (int, list, tuple, torch.Tensor) for b in (Iterable, Mapping, Number, Sequence)]
     XLAAccelerator.is_available()
-    clear_compile_rules()
+    if rules := sys.modules.get("torch._dynamo.trace_rules"):  # as a new process group does
+        rules.clear_lru_cache()
     with torch.profiler.record_function(""):
         pass
     pickle.loads(pickle.dumps(value))

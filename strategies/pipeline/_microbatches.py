@@ -17,12 +17,12 @@ import pytorch_lightning as pl
 from torch.profiler import record_function
 
 from ..batch.log_recorder import LogRecorder
+from ..batch.whole.meeting import InTurn, seated
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.executor import Piece, ThreadState, Turns, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
-from ._rehearsal import Rehearsal
 from ._time_balance import PartTimes
 from .schedule import ScheduleName, launch_order
 from .stages import Stages
@@ -45,7 +45,6 @@ class MicroBatches:
         self._state = ModuleState(module, layout.hook_numbers)
         num = layout.options.num_microbatches
         self.logs = LogRecorder(module, [list(module.modules())] * num, [layout.meeting_device] * num, strategy)
-        self.rehearsal = Rehearsal(module, layout.devices, strategy, self.logs.uncounted)
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
@@ -133,11 +132,12 @@ class MicroBatches:
         """
         if meets or (self._layout.options.schedule == "gpipe" and self.times is None):
             return "gpipe", 1
-        in_order = self.times is not None or self.rehearsal.draws or not self._state.may_alternate()
+        in_order = self.times is not None or not self._state.may_alternate()
         return "1f1b", self._layout.num_stages if self._layout.overlaps and not in_order else 1
 
     def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
-        output = self.logs.run(number, partial(self._watched, number, partial(self.rehearsal.run, number, call)))
+        with seated(InTurn(number)):
+            output = self.logs.run(number, partial(self._watched, number, call))
         return gradients.take(number, output)
 
     def _watched(self, number: int, call: Callable[[], Any]) -> Any:

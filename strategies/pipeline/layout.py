@@ -193,7 +193,7 @@ class StageLayout(Layout):
         assert self._microbatches is not None
         counts = self._batch_structure.counts(batch)
         sizes = self._sizes(batch, min(counts.values(), default=None))
-        logs, rehearsal = self._microbatches.logs, self._microbatches.rehearsal
+        logs = self._microbatches.logs
         results = self.structures.of_results("training_step")
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
@@ -203,12 +203,10 @@ class StageLayout(Layout):
         steps[0] = partial(self._watched, steps[0])
         steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes)
-        rehearsal.begin(names, lambda chunk: step(chunk, *args, **kwargs), chunks, sizes)
         logs.follow_metrics()
         meet = self.reader.scale if (plan := self.reader.plan).needs_all and not plan.is_linear else None
         with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
-        rehearsal.end()
         logs.merge(range(len(sizes)), sizes, outputs)
         result = logs.combine(outputs, sizes, results)
         self.losses = logs.losses

@@ -49,7 +49,7 @@ class GradientSync:
     """
 
     evaluates_together = changes_evaluation = changes_update = False
-    computes_whole = ""
+    computes_whole = "each rank computes its part of a batch at once"
     seen_ranks: SimulatedRanks | None = None
     loaders_of: Callable[..., RankLoaders] = RankLoaders
 

@@ -300,7 +300,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if not dist.is_initialized():
             return tensor
         over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
-        return gathered(tensor, sync_grads, self.strategy_name, over_ranks)
+        return gathered(tensor, sync_grads, over_ranks)
 
     def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         own = tensor[:0] if tensor.dim() and self.contract.runs_for_others() else tensor
@@ -382,7 +382,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
             set_random_state(before)  # loaders are made once more
             self.trainer.fit_loop._combined_loader = None  # of one rank's samples
             self.contract.end()
-            self._take_whole(self.whole_sync())
+            if exc.meets:  # parts of ranks do
+                self.whole_steps.names |= STEPS
+            else:
+                self._take_whole(self.whole_sync())
             tell_whole(self.strategy_name, exc, self.sync.computes_whole)
             self._begin_loaders()
             self.sync.begin_streams()

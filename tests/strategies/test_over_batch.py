@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F  # as the docs write it
-from distributed import RankError, run_ranks, run_ranks_unchecked
+from distributed import run_ranks, run_ranks_unchecked
 from regression import whole
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -240,50 +240,23 @@ def test_a_loss_weight_beside_a_loss_over_the_batch_weighs_the_other_terms(strat
     _verify(_fit(WeighedByTokens, make(), devices), _on_one_device(WeighedByTokens))
 
 
-def _fit_weighed(strategy: str) -> None:
-    warnings.simplefilter("ignore")
-    _fit(WeighedByTokens, RANKS[strategy][0](), 4)
+class Late(Base):
+    """Calls it from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self.net(batch[0])
+        return evener.over_batch(lambda z: z.std(0).sum())(z) if self.global_step else z.mean()
 
 
-@pytest.mark.long
-def test_a_loss_weight_beside_a_loss_over_the_batch_is_refused_in_micro_batches_of_ranks() -> None:
-    with pytest.raises(RankError, match=r"loss_weight tells it afterwards. Leave loss_weight out"):
-        run_ranks(_fit_weighed, 2, "ddp_of_micro_batches")
+def test_micro_batches_whose_first_step_did_not_need_all_rows_are_refused_later() -> None:
+    with pytest.raises(ConfigError, match=r"needs the rows of all micro-batches at once, but was not called"):
+        _fit(Late, ModelParallelStrategy(num_microbatches=3), 2)
 
 
-class Dropped(Base):
-    """Remembers the rows of which its loss is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5)
-        self.rows: dict[int, Tensor] = {}
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        def of_all(z: Tensor) -> Tensor:
-            if z.requires_grad:
-                self.rows[len(self.rows)] = z.detach()
-            return z.std(0).sum()
-
-        return evener.over_batch(of_all)(self.dropout(self.net(x)))
-
-
-def test_micro_batches_that_run_twice_draw_the_same_random_numbers() -> None:
-    """What a micro-batch sees of the others is from their first run, and of itself from its second."""
-    torch.manual_seed(0)
-    module = Dropped().double()
-    strategy = ModelParallelStrategy(num_microbatches=3, deterministic=True)
-    trainer = Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
-    trainer.fit(module, _loader(18), _loader(18))
-    of_steps = [torch.stack([module.rows[3 * step + i] for i in range(3)]) for step in range(2)]
-    for rows in of_steps:
-        assert torch.equal(rows[0], rows[1])
-        assert torch.equal(rows[1], rows[2])
-        assert rows.shape == (3, 9, CLASSES)
-    assert not torch.equal(of_steps[0] == 0, of_steps[1] == 0)
+def test_micro_batches_that_must_meet_are_refused_where_whole_batches_are() -> None:
+    strategy = ModelParallelStrategy(num_microbatches=3, global_view=False)
+    with pytest.raises(ConfigError, match=r"needs the rows of all micro-batches at once, which run one"):
+        _fit(MODULES["CLIP"], strategy, 2)
 
 
 class Failing(Base):

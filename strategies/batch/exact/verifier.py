@@ -41,7 +41,7 @@ from ..run_structures import parts_are_equal
 from ..samples import FewSamples, seeded
 from ..structure import BatchStructure
 from ..whole.gathering import SimulatedRanks, simulating
-from ..whole.meeting import Combine, Meeting, Seat, seat
+from ..whole.meeting import Combine, Meeting, seat
 from ..whole.over_batch import end_of_step, ended
 from ..whole.whole_steps import WholeSteps
 from .module_state import ModuleState, Written, unlike
@@ -66,6 +66,7 @@ class Verdict:
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
         failed: whether nothing could be compared.
+        meets: whether parts met that can't meet in training.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
     """
@@ -78,6 +79,7 @@ class Verdict:
     unlike: str = ""
     constants: set[str] | None = None
     failed: bool = False
+    meets: bool = False
 
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -145,7 +147,7 @@ class Verifier:
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
         self._all_evaluates = not self._trains
-        self._of_ranks = False
+        self._of_ranks = self._has_met = False
         self._rest: Sequence[Any] = ()
         self._most = _SAMPLES
 
@@ -172,6 +174,12 @@ class Verifier:
                         self._compare_values(*self._runs(total, piece), piece, verdict)
                     if verdict.refusal:
                         break
+                    if self._in_turn and self._has_met and not self._of_ranks:
+                        verdict.meets = True
+                        verdict.refusal = (
+                            f"{self._name}: training_step needs the rows of all micro-batches at once, which run one "
+                            "after the other. Set num_microbatches=1."
+                        )
         except PartsDiffer as exc:
             verdict.refusal = str(exc)
         except Exception as exc:  # arbitrary code, on samples of its own
@@ -406,7 +414,7 @@ class Verifier:
 
         def here() -> _Step:
             place = seat()
-            return steps[place.part if isinstance(place, Seat) else 0]
+            return steps[0 if place is None else place.part]
 
         def backward(loss: Tensor) -> None:
             log(f"{LOSS} {len(here().losses)}", loss)
@@ -452,6 +460,7 @@ class Verifier:
             with _Parts(pieces, [num for num, _ in parts], state) as meeting:
                 for part in meeting.pieces:
                     part.call()
+            self._has_met |= meeting.has_met
         return steps
 
 
@@ -660,9 +669,9 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
         (rank_zero_warn if warns else rank_zero_info)(line)
     if found.unlike and is_first and verifies:
         rank_zero_warn(found.unlike)
-    if found.refusal and verifies:
+    if found.refusal and (verifies or found.meets):
         refusal = PartsDiffer(found.refusal)
-        refusal.plans = found.plans or None
+        refusal.plans, refusal.meets = found.plans or None, found.meets
         raise refusal
     return found
 

@@ -1,15 +1,13 @@
 """Gather tensors of all parts of a batch within a step (`self.all_gather`): each part gets the rows of all."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...core.errors import ConfigError
 from .meeting import Seat, seat
 
 
@@ -27,14 +25,15 @@ class SimulatedRanks:
     def rank(self) -> int:
         """That of the part whose step asks."""
         place = seat()
-        return min(place.part if isinstance(place, Seat) else 0, self.size - 1)
+        return min(0 if place is None else place.part, self.size - 1)
 
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         """What `all_gather` returns on each; see `RankStrategy.all_gather`."""
         if self.size == 1:
-            return gathered(tensor, sync_grads, "", partial(torch.unsqueeze, dim=0))
-        own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
-        return seat().meet("all_gather", own, _of_all_ranks)
+            return gathered(tensor, sync_grads, partial(torch.unsqueeze, dim=0))
+        own, place = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach(), seat()
+        assert place is not None
+        return place.meet("all_gather", own, _of_all_ranks)
 
 
 _simulated: list[SimulatedRanks] = []
@@ -55,57 +54,37 @@ def simulated_ranks() -> SimulatedRanks | None:
     return _simulated[-1] if _simulated else None
 
 
-def gathered(
-    tensor: Tensor, sync_grads: bool, strategy: str, over_ranks: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
+def gathered(tensor: Tensor, sync_grads: bool, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Gather a tensor from all parts of a batch.
 
     Args:
         tensor: of shape (n, ...), where n may differ between parts.
         sync_grads: whether gradients go back to the parts' tensors.
-        strategy: name that begins messages.
         over_ranks: gathers the rows of this process's parts from all ranks; None for one process.
 
     Returns:
         All rows of the process's parts, of shape (N, ...), as one device has them; with ranks what `over_ranks` makes.
         Of parts' numbers, of shape (), the mean over samples, or the sum of integers.
-
-    Raises:
-        ConfigError: gradients are to go back to other micro-batches, whose graphs are gone.
     """
     place = seat()
     each = over_ranks or _same
     if place is None:
         return each(tensor)
     own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
-    seated = place if isinstance(place, Seat) else None
-    combine = None if seated is None else seated.meeting.combine  # of micro-batches, without a graph first
-    if seated is not None and combine is None:
-        return seated.meet("all_gather", own, partial(_joined, each, seated.num_samples))
-    if own.requires_grad or not own.dim():
-        what = "sync_grads=True" if own.dim() else "a number"
-        raise ConfigError(
-            f"{strategy}: all_gather with {what} can't be done in micro-batches, which go backward one by one. Compute "
-            "the loss in evener.over_batch(fn)(...), or set num_microbatches=1."
-        )
-    given: tuple[Any, ...] = (_same, (own,), {})
-    rows = cast(Any, place).whole(*given) if combine is None else place.meet("all_gather", given, combine)
-    return rows if over_ranks is None else rows.unsqueeze(0)
+    return place.meet("all_gather", own, partial(_joined, each, place))
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _joined(
-    each: Callable[[Tensor], Tensor], sizes: Sequence[float], brought: Mapping[int, Tensor]
-) -> Mapping[int, Tensor]:
+def _joined(each: Callable[[Tensor], Tensor], place: Seat, brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     first, *others = brought.values()
     parts = [first, *(own.to(first.device) for own in others)]
     if first.dim():
         whole = torch.cat(parts)
     elif first.is_floating_point():
-        weights = torch.tensor([sizes[part] for part in brought], dtype=first.dtype, device=first.device)
+        weights = torch.tensor([place.num_samples[part] for part in brought], dtype=first.dtype, device=first.device)
         whole = torch.stack(parts) @ (weights / weights.sum())
     else:
         whole = torch.stack(parts).sum(0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from ...core.errors import ConfigError
 from ...core.executor import Piece, ThreadState, Turns, reraised
@@ -53,13 +53,27 @@ class Seat:
         return self.meeting.meet(self.part, where, value, combine)
 
 
-def seat() -> Any:
-    """The seat of the part whose step calls this: a `Seat`, or what `seated` was given; None outside of both."""
+class InTurn(Seat):
+    """The place of a micro-batch, which can't wait for others: they have not begun, or their graphs are gone."""
+
+    def __init__(self, part: int) -> None:
+        self.part = part
+
+    @override
+    def meet(self, where: str, value: Any, combine: Combine) -> Any:
+        raise ConfigError(
+            f"{where} needs the rows of all micro-batches at once, but was not called in the first step, which decides "
+            "that a run gets whole batches. Call it in every step, or set num_microbatches=1."
+        )
+
+
+def seat() -> Seat | None:
+    """The seat of the part whose step calls this; None where parts don't meet."""
     return getattr(_local, "seat", None)
 
 
 @contextmanager
-def seated(place: Any) -> Generator[None]:
+def seated(place: Seat | None) -> Generator[None]:
     """Give what runs in this thread, inside the block, a seat."""
     before, _local.seat = seat(), place
     try:
@@ -78,15 +92,13 @@ class Meeting:
     Args:
         pieces: the parts' steps.
         num_samples: samples of each.
-        combine: takes the place of what parts bring to combine functions of the batch; None for theirs.
 
     Attributes:
         has_met: whether parts have met.
         state: of the calling thread, which those of parts have, too.
     """
 
-    def __init__(self, pieces: Sequence[Piece], num_samples: Sequence[float], combine: Combine | None = None) -> None:
-        self.combine = combine
+    def __init__(self, pieces: Sequence[Piece], num_samples: Sequence[float]) -> None:
         self._given = list(pieces)
         self._num_samples = num_samples
         self._helpers: dict[int, Turns] = {}
@@ -174,11 +186,8 @@ class Meeting:
         return self._helpers[part]
 
     def _seated(self, part: int) -> Any:
-        before, _local.seat = seat(), Seat(self, part, self._num_samples)
-        try:
+        with seated(Seat(self, part, self._num_samples)):
             return self._given[part].call()
-        finally:
-            _local.seat = before
 
 
 def _raise(error: BaseException) -> Any:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ...core.mixed_devices import seen_by_others
 from ..tree import children, rebuild, walk
-from .meeting import Seat, seat
+from .meeting import seat
 
 P = ParamSpec("P")
 
@@ -185,63 +185,33 @@ def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     if here is None:
         is_cut = bool(_ranks) and _ranks[-1].is_part()
         return _combine({0: (fn, args, kwargs)})[0] if is_cut else fn(*args, **kwargs)
-    if not isinstance(here, Seat):
-        return here.whole(fn, args, kwargs)
-    return here.meet(f"over_batch({_name(fn)})", (fn, args, kwargs), here.meeting.combine or _combine)
-
-
-class Columns:
-    """The rows of all parts that a function of the batch was given, an argument beside the other.
-
-    Args:
-        brought: the function and its arguments, by part of this process.
-
-    Attributes:
-        parts: the rows of each part of this process, argument by argument.
-        pieces: for each argument the rows of all, those of other ranks without graphs.
-    """
-
-    def __init__(self, brought: Mapping[int, Any]) -> None:
-        self._fn, *self._values = brought[min(brought)]
-        held = enumerate(self._values)
-        self._places = [(i, key) for i, values in held for key, value in _items(values) if _is_rows(value)]
-        self.ranks = _ranks[-1] if _ranks and _ranks[-1].is_part() else None
-        self.parts = {part: self.rows_of(*given) for part, given in brought.items()}
-        columns = list(zip(*self.parts.values(), strict=True))
-        self.pieces = [[rows.to(column[0].device) for rows in column] for column in columns]
-        self.first = 0
-        """The place of this process's first part in each column."""
-        if self.ranks is not None:
-            gathered = self.ranks.gather([torch.cat(column).detach() for column in self.pieces])
-            self.first = self.ranks.rank
-            for own, everyones in zip(self.pieces, gathered, strict=True):
-                own[:] = [*everyones[: self.first], *own, *everyones[self.first + 1 :]]
-
-    def rows_of(self, _: Any, *values: Any) -> list[Tensor]:
-        """The rows in the arguments of a part."""
-        counts = self.ranks is None or self.ranks.counts()
-        rows = [values[i][key] for i, key in self._places]
-        return rows if counts else [own[:0] for own in rows]
-
-    def value(self, pieces: Sequence[Sequence[Tensor]], given: Any = None) -> Any:
-        """Compute the function on all rows; `given` are a part's function and arguments, those of the first if None."""
-        fn, *values = (self._fn, *self._values) if given is None else given
-        args, kwargs = _replaced(values, self._places, [torch.cat(list(column)) for column in pieces])
-        return fn(*args, **kwargs)
+    return here.meet(f"over_batch({_name(fn)})", (fn, args, kwargs), _combine)
 
 
 def _combine(brought: Mapping[int, Any]) -> Mapping[int, Any]:
-    """Compute the value of parts that have met: once, on the device of the first."""
-    columns = Columns(brought)
-    ranks, last = columns.ranks, columns.first + len(brought)
-    if ranks is not None:
-        for column in columns.pieces:
-            column[columns.first : last] = [own_rows(rows, ranks.share) for rows in column[columns.first : last]]
-    value = columns.value(columns.pieces)
-    return {part: _beside(value, rows) for part, rows in columns.parts.items()}
+    """Compute a function of the batch for the parts that have met: once, on the device of the first.
+
+    Args:
+        brought: the function and its arguments, by part of this process.
+    """
+    fn, *values = brought[min(brought)]
+    places = [(i, key) for i, held in enumerate(values) for key, value in _items(held) if _is_rows(value)]
+    ranks = _ranks[-1] if _ranks and _ranks[-1].is_part() else None
+    counts = ranks is None or ranks.counts()
+    parts = {part: [given[1:][i][key] for i, key in places] for part, given in brought.items()}
+    columns = [[rows.to(column[0].device) for rows in column] for column in zip(*parts.values(), strict=True)]
+    if not counts:
+        columns = [[rows[:0] for rows in column] for column in columns]
+    if ranks is not None:  # those of other ranks have no graphs
+        gathered, rank = ranks.gather([torch.cat(column).detach() for column in columns]), ranks.rank
+        for own, everyones in zip(columns, gathered, strict=True):
+            own[:] = [*everyones[:rank], *(_own_rows(rows, ranks.share) for rows in own), *everyones[rank + 1 :]]
+    args, kwargs = _replaced(values, places, [torch.cat(column) for column in columns])
+    value = fn(*args, **kwargs)
+    return {part: _beside(value, rows) for part, rows in parts.items()}
 
 
-def own_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
+def _own_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
     """A part's own rows among those of others, which have no graph; see `_OwnRows`."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return rows
