@@ -3,11 +3,13 @@
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.data import sized_len
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
@@ -57,14 +59,14 @@ def find_batch_size(
     the random state is restored, so that the run that follows is not affected.
 
     Raises:
-        ConfigError: a batch of one sample does not fit.
+        ConfigError: a batch of one sample does not fit, or the number of samples is unknown.
     """
 
     def fits(size: int) -> bool:
+        fit = True
         try:
             trainer = make_trainer(max_epochs=-1, max_steps=CONFIRMING_STEPS, callbacks=[])
             trainer.fit(make_module(), datamodule=make_data(size))
-            fit = True
         except RuntimeError as exc:
             if not is_out_of_memory(exc):
                 raise
@@ -75,7 +77,14 @@ def find_batch_size(
         return fit
 
     with rng.isolated():
-        return largest(fits, _num_samples(make_data(1)))
+        data = make_data(1)
+        data.prepare_data()
+        data.setup("fit")
+        if (num := sized_len(getattr(data.train_dataloader(), "dataset", None))) is None:
+            raise ConfigError(
+                "batch_size=auto needs a dataset of known length, in one DataLoader. Set data.batch_size."
+            )
+        return largest(fits, num)
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -100,19 +109,6 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return good
 
 
-def _num_samples(data: pl.LightningDataModule) -> int:
-    """Number of samples in the training set, the upper limit of the search."""
-    data.prepare_data()
-    data.setup("fit")
-    loader: Any = data.train_dataloader()
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError) as exc:
-        raise ConfigError(
-            "batch_size=auto needs a dataset of known length, in one DataLoader. Set data.batch_size."
-        ) from exc
-
-
 def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
     """Search for the learning rate if the callbacks include a finder, and take it out of the run's own callbacks.
 
@@ -131,17 +127,19 @@ def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
         rank_zero_info("lr_finder is skipped: the run does not begin a training of its own.")
         return plain
     for name, options in finders.items():
-        finder: LearningRateFinder = instantiate(f"callbacks.{name}", options)
-        if finder.update and finder.key not in cfg.module:
+        finder: LearningRateFinder = instantiate(f"callbacks.{name}", {**options, "update": False})
+        if options.get("update") and finder.key not in cfg.module:
             raise ConfigError(
                 f"callbacks.{name}.update=true needs the module's learning rate in the configuration, and module has "
                 f"no option {finder.key}. Add it to the module's file, or give its name: callbacks.{name}.key=..."
             )
+        finder._early_exit = True  # as Lightning's Tuner has it: the search alone
         with rng.isolated():
             module, data = module_and_data(cfg)
-            steps: dict[str, Any] = {"max_epochs": -1, "max_steps": finder.num_steps, "accumulate_grad_batches": 1}
-            quiet_trainer(cfg, callbacks=[finder], **steps).fit(module, datamodule=data)
-        if finder.update and finder.suggestion is not None:
-            rank_zero_info(f"lr_finder: module.{finder.key}={finder.suggestion:.3g}")
-            plain = cast("DictConfig", OmegaConf.merge(plain, {"module": {finder.key: finder.suggestion}}))
+            whole: dict[str, Any] = {"max_epochs": -1, "check_val_every_n_epoch": sys.maxsize}
+            quiet_trainer(cfg, callbacks=[finder], accumulate_grad_batches=1, **whole).fit(module, datamodule=data)
+        rate = None if finder.optimal_lr is None else finder.optimal_lr.suggestion()
+        if options.get("update") and rate is not None:
+            rank_zero_info(f"lr_finder: module.{finder.key}={rate:.3g}")
+            plain = cast("DictConfig", OmegaConf.merge(plain, {"module": {finder.key: rate}}))
     return plain
