@@ -45,16 +45,12 @@ class Tried:
     Args:
         options: what to set, as on the command line.
         loader_batch: samples of the loader's batch.
-        computing: estimated time to compute a step, in multiples of the devices' shares of it.
-        traffic: estimated bytes that a device sends per step, in multiples of the parameters'.
         peak: largest peak of a device in bytes; None if it was refused.
         reason: why it was refused.
     """
 
     options: tuple[str, ...]
     loader_batch: int
-    computing: float
-    traffic: float
     peak: int | None = None
     fits: bool = False
     reason: str = ""

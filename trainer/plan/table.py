@@ -33,12 +33,11 @@ def show_plan(plan: MemoryPlan) -> None:
 
 def show_tried(plan: MemoryPlan) -> None:
     """Print the other ways to train that were planned, and the command of the cheapest that fits."""
-    headings = ("options", "loader's batch", "computing", "sent", "peak")
+    headings = ("options", "loader's batch", "peak")
     table = new_table("the same global batch on the same devices, from cheap to expensive", headings, text=headings[:1])
     for tried in plan.tried:
         peak = "refused" if tried.peak is None else size_text(tried.peak)
-        cells = (str(tried.loader_batch), f"{tried.computing:.2f}", f"{tried.traffic:.1f} P", peak)
-        table.add_row(" ".join(tried.options), *cells)
+        table.add_row(" ".join(tried.options), str(tried.loader_batch), peak)
     show(table, advice(plan, sys.argv))
 
 

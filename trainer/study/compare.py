@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
-from ...strategies.core.device_names import resolve_devices
 from ..config.checks import plain
 from ..config.group_files import PACKAGE
 from ..config.instantiate import QUIET
@@ -45,7 +44,6 @@ class Comparison:
         excuses: known reasons for which a strategy's losses may differ, by strategy.
         recommended: the strategy to use; None if none trained.
         reason: why it is recommended.
-        doubts: which speeds can't be, so that they are not compared.
     """
 
     trials: list[Trial]
@@ -55,7 +53,6 @@ class Comparison:
     excuses: dict[str, list[str]]
     recommended: str | None
     reason: str
-    doubts: list[str] = field(default_factory=list[str])
 
 
 def tolerance_of(precision: str) -> float:
@@ -63,30 +60,15 @@ def tolerance_of(precision: str) -> float:
     return next((limit for bits, limit in TOLERANCES.items() if bits in precision), TOLERANCES["16"])
 
 
-def is_too_fast(trial: Trial, trials: list[Trial], num_devices: int) -> bool:
-    """Whether a strategy was more than N times as fast on N devices as one device: the machine was busy."""
-    one = trials[0].samples_per_s if trials and trials[0].strategy == REFERENCE else 0.0
-    return trial.strategy != REFERENCE and 0 < num_devices * one < trial.samples_per_s
-
-
-def judge(
-    trials: list[Trial], tolerance: float, device_mib: float | None = None, num_devices: int = 10**9
-) -> Comparison:
+def judge(trials: list[Trial], tolerance: float, device_mib: float | None = None) -> Comparison:
     """Compare losses, which count as equal within the tolerance, and recommend a strategy."""
     trained = [trial for trial in trials if trial.status == OK]
-    reference = trained[0] if trained else None
     differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
     excuses = {trial.strategy: excuses_of(trial, trained[0]) for trial in trained}
     sound = [t for t in trained if differences[t.strategy] <= tolerance or excuses[t.strategy]]
-    doubted = [t for t in trained if is_too_fast(t, trained, num_devices)]
-    doubts = [
-        f"{t.strategy}: {t.samples_per_s / trained[0].samples_per_s:.1f} times one device on {num_devices} devices "
-        "can't be, also when measured again: the machine is busy. Try with more compare.steps."
-        for t in doubted
-    ]
-    recommended, reason = recommend([t for t in sound if t not in doubted], device_mib)
-    name = None if reference is None else reference.strategy
-    return Comparison(trials, name, differences, tolerance, excuses, recommended, reason, doubts)
+    recommended, reason = recommend(sound, device_mib)
+    name = trained[0].strategy if trained else None
+    return Comparison(trials, name, differences, tolerance, excuses, recommended, reason)
 
 
 def largest_difference(trial: Trial, reference: Trial) -> float:
@@ -144,14 +126,8 @@ def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
     """Print the table, the strategies that did not train and why, and the recommendation."""
     trained = [trial for trial in comparison.trials if trial.status == OK]
-    lines = [
-        *reasons(comparison),
-        *comparison.doubts,
-        *notes(comparison),
-        recommendation(comparison),
-        f"logs: {short_path(run_dir)}",
-    ]
-    tables.show(draw(comparison, trained) if trained else None, lines)
+    told = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
+    tables.show(draw(comparison, trained) if trained else None, told)
 
 
 def draw(comparison: Comparison, trained: list[Trial]) -> Table:
@@ -232,27 +208,18 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
     """
     names = chosen_strategies(cfg)
     verify_lengths(cfg)
-    num_devices = len(resolve_devices(plain(cfg.devices), cfg.accelerator))
     trials: list[Trial] = []
     began_s = time.monotonic()
     with run_log(cfg.run_dir):
         log.info("compare: %d strategies: %s", len(names), ", ".join(names))
         for name in names:
-            trials.append(try_out(cfg, name))
-            if is_too_fast(trials[-1], trials, num_devices):
-                log.info("compare: %s can't be that fast on %d devices; measured again", name, num_devices)
-                trials[0], trials[-1] = try_out(cfg, REFERENCE), try_out(cfg, name)
+            folder = Path(cfg.run_dir) / "compare" / name
+            trials.append(run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s))
             log.info(progress_line(trials, len(names), time.monotonic() - began_s))
     limit = cfg.get("device_memory_gb")
-    comparison = judge(trials, tolerance_of(str(cfg.precision)), limit and limit * 1e9 / 2**20, num_devices)
+    comparison = judge(trials, tolerance_of(str(cfg.precision)), limit and limit * 1e9 / 2**20)
     write_json(comparison, Path(cfg.run_dir) / "compare.json")
     return comparison
-
-
-def try_out(cfg: DictConfig, name: str) -> Trial:
-    """Run the trial of one strategy."""
-    folder = Path(cfg.run_dir) / "compare" / name
-    return run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s)
 
 
 def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
@@ -281,10 +248,10 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
 def verify_lengths(cfg: DictConfig) -> None:
     """Check that enough steps remain to be measured."""
     steps, warmup = cfg.compare.steps, cfg.compare.warmup_steps
-    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= warmup <= steps - WINDOW):
+    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= -(-warmup // WINDOW) < steps // WINDOW):
         raise ConfigError(
-            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure. Give "
-            f"warmup_steps >= 1 and steps >= warmup_steps + {WINDOW}."
+            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure: the clock is "
+            f"read every {WINDOW} batches. Give warmup_steps >= 1 and more steps."
         )
 
 

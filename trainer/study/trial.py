@@ -18,12 +18,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.batch.losses import loss_weight
-from ...strategies.core.devices import is_accelerator, precise_dtype
+from ...strategies.core.devices import precise_dtype
 from ...strategies.core.rng import generator_state
 from ...strategies.distributed.process_exit import die_with_parent
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
@@ -37,7 +36,7 @@ from ..launch.launcher import launch
 PROBE_FILE = "probe.json"
 
 WINDOW = 3
-"""Number of batches between two readings of the clock."""
+"""Number of batches between two readings of the run's clock."""
 
 DRAWS = "the training step draws random numbers, which differ between strategies"
 
@@ -45,9 +44,8 @@ DRAWS = "the training step draws random numbers, which differ between strategies
 class Probe(pl.Callback):
     """Record a training run, and write `probe.json` at its end: `losses`, `samples_per_s`, `spread` and `excuses`.
 
-    Time is measured over windows of `WINDOW` batches within an epoch, so that neither the first batches nor the start
-    of an epoch count, and a temporary load on the machine affects one window. Accelerators are synchronized only
-    between windows. Losses are combined after training; no collective is added to a step.
+    Speeds are those of the run's clock over windows of `WINDOW` batches, so that a temporary load on the machine
+    affects one of them. Losses are combined after training; no collective is added to a step.
 
     Args:
         folder: where the file is written.
@@ -61,53 +59,32 @@ class Probe(pl.Callback):
         self._excuses: list[str] = []
         self._rates: list[float] = []
         self._num_batches = 0
-        self._window: int | None = None
-        self._streams: list[Tensor] = []
+        self._streams: list[Tensor] | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        modules = list(pl_module.modules())
-        if num := sum(isinstance(m, _BatchNorm) and not is_synced(m) for m in modules):
+        if num := sum(isinstance(m, _BatchNorm) and not is_synced(m) for m in pl_module.modules()):
             self._excuses.append(f"{num} BatchNorm layers normalize chunk by chunk (no sync_batchnorm)")
-        if num := sum(isinstance(m, _DropoutNd) and m.p > 0 for m in modules):
-            self._excuses.append(f"{num} dropout layers draw different random numbers")
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._num_batches == 0:
+        if self._streams is None:
             self._streams = random_streams(process_devices(trainer.strategy))
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        devices = process_devices(trainer.strategy)
-        if self._num_batches == 0 and not any("dropout" in excuse for excuse in self._excuses):
-            streams = zip(self._streams, random_streams(devices), strict=True)
+        if self._streams:
+            streams = zip(self._streams, random_streams(process_devices(trainer.strategy)), strict=True)
             self._excuses += [] if all(torch.equal(before, after) for before, after in streams) else [DRAWS]
-        self._num_batches += 1
+            self._streams = []
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append((loss.detach().clone(), loss_weight(outputs, batch)))
-        if self._window is not None:
-            self._window += 1
-        if self._window == WINDOW or (self._window is None and self._num_batches >= self._warmup):
-            self._read_clock(trainer, devices)
-
-    def _read_clock(self, trainer: pl.Trainer, devices: list[torch.device]) -> None:
-        """Begin a window, and keep the rate of the one that ends."""
-        summary = RunSummary.of(trainer)
-        assert summary is not None
-        for device in filter(is_accelerator, set(devices)):
-            torch.accelerator.synchronize(device)
-        times = summary.clock.read(WINDOW)
-        if times and self._window is not None:
-            self._rates.append(times["samples_per_s"])
-        self._window = 0
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._window = None
+        self._num_batches += 1
+        if self._num_batches % WINDOW == 0 and (summary := RunSummary.of(trainer)) is not None:
+            self._rates.append(summary.clock.read(WINDOW).get("samples_per_s", 0.0))  # waits for the device
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -118,7 +95,7 @@ class Probe(pl.Callback):
         if parts:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         losses = [loss / (weight or 1.0) for loss, weight in sums.tolist()]
-        speed, spread = median_rate(self._rates)
+        speed, spread = median_rate(self._rates[-(-self._warmup // WINDOW) :])
         found = {"losses": losses, "samples_per_s": speed, "spread": spread}
         if trainer.is_global_zero:
             self._file.write_text(json.dumps({**found, "excuses": self._excuses}), encoding="utf-8")
@@ -211,21 +188,16 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
     except ConfigError as exc:
         return Trial(strategy, REFUSED, str(exc))
     folder = write_config(cfg)
+    words = [sys.executable, "-m", "evener.trainer.study.trial", str(folder / CONFIG_FILE)]
+    variables = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": importable()}
     with (folder / OUTPUT_FILE).open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "evener.trainer.study.trial", str(folder / CONFIG_FILE)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": importable()},
-        )
-        try:
-            process.wait(timeout_s)
+        try:  # its workers end with it
+            ended = subprocess.run(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, timeout=timeout_s
+            )
         except subprocess.TimeoutExpired:
             return Trial(strategy, FAILED, f"it did not finish within compare.timeout_s={timeout_s:g} seconds")
-        finally:
-            end(process)
-    return Trial.read(folder, strategy, f"its process ended with status {process.returncode}")
+    return Trial.read(folder, strategy, f"its process ended with status {ended.returncode}")
 
 
 def write_config(cfg: DictConfig) -> Path:
@@ -235,17 +207,6 @@ def write_config(cfg: DictConfig) -> Path:
     discard_result(folder)
     (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
     return folder
-
-
-def end(process: subprocess.Popen[bytes], patience_s: float = 8.0) -> None:
-    """Terminate a running trial: gracefully, so that it ends its workers, then by force, which ends them too."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def execute(config_file: Path) -> None:

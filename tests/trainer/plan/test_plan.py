@@ -373,7 +373,6 @@ def test_the_cheapest_way_that_fits_is_found(tmp_path: Path) -> None:
     plan = deep(tmp_path, f"device_memory_gb={(never - 1) / 1e9}")
     assert [tried.options for tried in plan.tried] == [("strategy.recompute=except_last",)]
     assert plan.cheapest == plan.tried[0]
-    assert plan.cheapest.computing == 1.3
     assert deep(tmp_path, f"device_memory_gb={never / 1e9}").tried == []
     plan = deep(tmp_path, f"device_memory_gb={(always - 1) / 1e9}")
     assert [tried.options for tried in plan.tried][1] == ("strategy.recompute=always",)
@@ -388,13 +387,15 @@ def test_more_devices_offer_shards_and_stages_of_the_same_global_batch(tmp_path:
     assert tried["strategy.shard_optimizer=true",] == 200
     assert tried["strategy=fsdp", "strategy.batch_size_is=per_device"] == 200
     assert tried["strategy=model_parallel", "strategy.num_microbatches=8", "strategy.recompute=always"] == 400
-    assert [t.computing for t in plan.tried] == sorted(t.computing for t in plan.tried)
+    assert ["recompute" in t.options[-1] for t in plan.tried] == sorted(
+        "recompute" in t.options[-1] for t in plan.tried
+    )
     assert all(t.peak for t in plan.tried)
 
 
 def test_the_command_keeps_what_was_given() -> None:
     def command(options: tuple[str, ...], *given: str) -> list[str]:
-        found = Tried(options, 8, 1.0, 0.0, 1, fits=True)
+        found = Tried(options, 8, 1, fits=True)
         return advice(replace(two_devices(), tried=[found]), ["/some/where/train.py", *given])
 
     given = ["mode=plan", "strategy=ddp", "strategy.timeout_s=9", "devices=2", "device_memory_gb=1"]
