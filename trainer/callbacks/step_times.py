@@ -265,15 +265,11 @@ class RunSummary(pl.Callback):
 
 
 def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
-    """Peak memory of every device of every process in MiB; every rank must call it."""
-    measured = map(peak_memory_bytes, process_devices(strategy))  # None for the CPU
-    return gather(strategy, [(peak_resident_bytes() if size is None else size) / MIB for size in measured])
-
-
-def gather(strategy: Strategy, values: list[float]) -> list[float]:
-    """Gather the values of all ranks in rank order; the list must have the same length on every rank."""
+    """Peak memory of every device of every process in MiB, in rank order; every rank must call it."""
     assert strategy.lightning_module is not None
     trainer, device = strategy.lightning_module.trainer, strategy.root_device
+    measured = map(peak_memory_bytes, process_devices(strategy))  # None for the CPU
+    values = [(peak_resident_bytes() if size is None else size) / MIB for size in measured]
     places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
     # a rank that sees no others has a number of its own all the same
     places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)

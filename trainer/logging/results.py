@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.memory import recursive_detach
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 from typing_extensions import override
 
 from ...strategies.batch.run_structures import batch_structure
@@ -24,7 +24,6 @@ from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import ranks_of
-from .collections import LoggedCollection
 from .series import Entry, Series, default_dtype, of_earlier_version
 
 
@@ -71,7 +70,6 @@ class LeanResults(_ResultCollection):
         super().__init__(training)
         self.trainer = trainer
         self.quick: dict[tuple[str, str, int | None], Series] = {}
-        self.collections: dict[tuple[str, MetricCollection, int | None], LoggedCollection] = {}
         self.share: Share | None = None
         self.pending: list[Logged] | None = None
         self.logs_steps = self.waits_for_epoch = self.shares_steps = False

@@ -2,7 +2,7 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from typing_extensions import override
 from ...strategies.core.module_log import ModuleLog
 from ...strategies.core.patching import replaced
 from ...strategies.core.types import StaysOnRoot
-from ..logging.collections import LoggedCollection, shares_states
 from ..logging.connector import LeanLoggerConnector
 from .hook_plan import MODULE
 
@@ -88,32 +87,12 @@ class LeanLog(ModuleLog):
         if results is None:
             return False
         series = results.quick.get((fx, name, results.dataloader_idx))
-        return (
-            series is not None
-            and series.options == options
-            and connector.enters(fx)
-            and results.store(series, value, batch_size)
-        )
-
-    def add_collection(self, collection: MetricCollection, given: Mapping[str, Any]) -> bool:
-        """Log the metrics of a collection, if the last call with it took them all by slots; return whether it did."""
-        fx: str = self.state["_current_fx_name"]
-        connector = self.connector
-        results = connector.batch_results
-        slot = None if results is None else results.collections.get((fx, collection, results.dataloader_idx))
-        if slot is None or slot.given != given or not slot.is_current() or not connector.enters(fx):
+        if series is None or series.options != options or not connector.enters(fx):
             return False
-        slot.add()
-        return True
-
-    def join_slots(self, collection: MetricCollection, given: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Join the slots that have just taken a collection's metrics, so that the next call finds them together."""
-        fx, results = self.state["_current_fx_name"], self.connector.batch_results
-        assert results is not None
-        index = results.dataloader_idx
-        series = [results.quick[fx, name, index] for name in names]
-        if not any(one.is_tensor or one.on_step for one in series):
-            results.collections[fx, collection, index] = LoggedCollection(collection, given, series)
+        if not series.is_tensor and value is series.value and not series.on_step:  # a metric: it has its values
+            series.computed, series.has_reset = None, False
+            return True
+        return results.store(series, value, batch_size)
 
     def _log_first(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
         fx: str = self.state["_current_fx_name"]
@@ -144,28 +123,39 @@ class LeanLogDict(StaysOnRoot):
 
     def __call__(self, dictionary: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
         """Log values; see `LightningModule.log_dict`."""
-        log, is_collection = self.log, type(dictionary) is MetricCollection
-        by_slot = not args and log.receiver is None and self.module.__dict__.get("log") is log
-        by_slot = by_slot and not torch.compiler.is_compiling()
-        if by_slot and is_collection and log.add_collection(dictionary, given):
-            return
-        values: Any = dictionary
-        if is_collection and shares_states(dictionary):
+        log, values = self.log, dictionary
+        if type(dictionary) is MetricCollection and shares_states(dictionary):
             renames = dictionary.prefix is not None or dictionary.postfix is not None
             values = dictionary._to_renamed_dict() if renames else dict(dictionary._modules)
-        if by_slot and type(values) in (dict, OrderedDict):
+        by_slot = not args and log.receiver is None and self.module.__dict__.get("log") is log
+        if by_slot and type(values) in (dict, OrderedDict) and not torch.compiler.is_compiling():
             if given != self._given:
                 self._given = given
                 self._options = slot_options(given) if given.keys() <= _DICT_OPTIONS else None
             add, options = log.add, self._options
             if options is not None:
-                left = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
-                if not left:
-                    if is_collection:
-                        log.join_slots(dictionary, given, values)
+                values = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
+                if not values:
                     return
-                values = left
         self.full(values, *args, **given, **({} if batch_size is None else {"batch_size": batch_size}))
+
+
+def shares_states(collection: MetricCollection) -> bool:
+    """Whether the metrics of each group have the states of its first, as `update` leaves them.
+
+    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
+    an update.
+    """
+    metrics: Mapping[str, Any] = vars(collection)["_modules"]
+    if not collection._groups_checked or collection._state_is_copy:
+        return False
+    for group in collection._groups.values():  # loops, since generators take longer
+        first, *others = [vars(metrics[name]) for name in group]
+        for name in ("_update_count", *first["_defaults"]) if first["_defaults"] else ():
+            for other in others:
+                if other[name] is not first[name]:
+                    return False
+    return True
 
 
 def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,13 +1,11 @@
 """Where the time of a step went, from clocks that the tests set."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from evener.strategies.core import devices
-from evener.trainer.callbacks.device_monitor import rank_times
 from evener.trainer.callbacks.step_times import DDPTimes, StepClock
 
 
@@ -70,21 +68,6 @@ def test_communication_is_what_backward_does_not_hide() -> None:
     assert times.own_compute_s() == pytest.approx(0.004)
     wrapper.logger = None  # the ranks have lost one, and go on with another wrapper
     assert times.exposed_communication_ms() is None
-
-
-def test_efficiency_is_the_mean_over_the_largest_time() -> None:
-    class TwoRanks:
-        root_device = torch.device("cpu")
-        lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_rank=0, world_size=2))
-
-        def reduce(self, places: torch.Tensor, reduce_op: str) -> torch.Tensor:
-            return places + torch.tensor([[0.0], [1.0]])  # what the other rank adds
-
-    ranks: Any = TwoRanks()
-    assert rank_times(ranks, 3.0) == {
-        "balance/time_s_0": 3.0, "balance/time_s_1": 1.0, "balance/efficiency": pytest.approx(2 / 3)
-    }  # fmt: skip
-    assert rank_times(ranks, None) == {}
 
 
 def test_what_a_device_computes_is_measured_by_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa
 
 from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
-from evener.trainer.logging.collections import shares_states
+from evener.trainer.loops.log_method import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
 QUIET: dict[str, Any] = {
