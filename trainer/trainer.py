@@ -279,11 +279,12 @@ class Trainer(pl.Trainer):
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps that training takes; in a script whose ranks have trained, too.
 
-        The ranks had the loaders. The script has the number of their batches, which Lightning takes where it need not
-        load data.
+        Where the script does not have the ranks' loaders, it has the number of their batches, which Lightning takes
+        where it need not load data.
         """
         loop: Any = self.fit_loop
-        if self.state.fn != TrainerFn.FITTING or loop._data_source.instance is not None:
+        has_loaders = loop._data_source.instance is not None or loop._combined_loader is not None
+        if self.state.fn != TrainerFn.FITTING or has_loaders:
             return super().estimated_stepping_batches
         loop._combined_loader = CombinedLoader(())
         try:

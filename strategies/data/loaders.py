@@ -70,7 +70,7 @@ class RankLoaders:
         Raises:
             ConfigError: the loader is already divided among ranks, and `batch_size_is=global`.
         """
-        loader = _original(loader)
+        loader = getattr(loader, "evener_original", loader)  # a `CombinedLoader` keeps those made for a rank
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return self._stream(loader, role)
         shared = _distributed_sampler(loader)
@@ -169,13 +169,6 @@ class RankLoaders:
         clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
         return clone
-
-
-def _original(loader: Any) -> Any:
-    """The user's loader behind one that was already made for a rank (a `CombinedLoader` keeps these)."""
-    while isinstance(loader, Stream):
-        loader = loader.loader
-    return getattr(loader, "evener_original", loader)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:

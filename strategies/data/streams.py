@@ -37,6 +37,11 @@ class Stream:
         return getattr(self.loader, name)
 
     @property
+    def evener_original(self) -> Any:
+        """The user's loader."""
+        return getattr(self.loader, "evener_original", self.loader)
+
+    @property
     def _iterator(self) -> Any:
         """The iterator on which Lightning shuts down a DataLoader's workers."""
         loader: Any = self.loader

@@ -1,12 +1,14 @@
 """The trainer takes a strategy object or a name."""
 
 import logging
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import Callback, TQDMProgressBar
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.layer_sync import LayerSync
 from pytorch_lightning.strategies import StrategyRegistry
 from torch import nn
@@ -134,3 +136,12 @@ def test_arguments_with_which_lightning_fails_unnamed_are_refused(arguments: dic
 def test_a_timeout_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="timeout_s=soon is not allowed"):
         DDPStrategy(timeout_s="soon")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_trainer_can_be_pickled_after_a_run() -> None:
+    # "args[0] from __newobj__ args has the wrong class", of what keeps a loader's position
+    trainer = Trainer(fast_dev_run=True, enable_model_summary=False, devices=1, **QUIET)
+    trainer.fit(BoringModel())
+    again = pickle.loads(pickle.dumps(trainer))
+    assert again.global_step == 1
+    assert len(again.train_dataloader) == 64

@@ -18,6 +18,7 @@ from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
@@ -90,13 +91,15 @@ class _Around:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # it is being unpickled
-            raise AttributeError(name)
         return getattr(self.loader, name)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody may set it
         return self.loader.__class__
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a trainer is pickled, or copied, with the loader itself
+        return _same, (self.loader,)
 
     @property
     def evener_original(self) -> Any:
@@ -114,6 +117,10 @@ class _Around:
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         self.loader._iterator = iterator
+
+
+def _same(loader: Any) -> Any:
+    return loader
 
 
 class ReadAhead(_Around):

@@ -176,6 +176,11 @@ class Series:
         self._dtype = torch.float32
         self.sums = Sums(self.kind, scalar(_START[self.kind], self.device, default_dtype()))
 
+    @property
+    def cumulated_batch_size(self) -> Any:
+        """What the epoch's mean divides by, under Lightning's name."""
+        return self.sums.weight
+
     def reset(self) -> None:
         """Begin a new epoch."""
         if not self.is_tensor:

@@ -8,19 +8,24 @@ name travels instead of the object, and the script's own object takes its place.
 import io
 import marshal
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.progress import _BaseProgress
+from pytorch_lightning.utilities.combined_loader import CombinedLoader, _map_and_unflatten
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from ...core import rng
 from ...core.internals import callbacks_of
@@ -29,11 +34,18 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
 _BATCHES = ("max_batches", "_max_batches")
 """Attributes of a loop: how many batches it takes, where that is a list of one number per loader."""
+_LOADER_BYTES = 2**24
+"""Bytes of a loop's loaders at most, without the loaders and datasets that the script has given."""
+
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
 
-def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
-    """List by name what a script has before its ranks start, in the script and in each rank alike."""
+def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
+    """List by name what a script has before its ranks start, in the script and in each rank alike.
+
+    Args:
+        given: what `fit` and the like were given, loaders among it.
+    """
     module = trainer.lightning_module
     known: dict[str, Any] = {
         "trainer": trainer,
@@ -45,6 +57,7 @@ def known_objects(trainer: pl.Trainer) -> dict[str, Any]:
         **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
         **{f"callback {i}": callback for i, callback in enumerate(callbacks_of(trainer))},
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+        **dict(_given_loaders(given)),
     }
     return {name: value for name, value in known.items() if value is not None}
 
@@ -66,15 +79,25 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
         "scaler": trainer.strategy.precision_plugin.state_dict(),
         "random": rng.random_state(),
         "results": move_data_to_device(results, torch.device("cpu")),
+        "loaders": dict(_loaders(trainer, ids)),
     }
     lost = _leave_out(state, known, ids)
     return _dumps({**state, "lost": lost}, ids)
 
 
+def pack_callbacks(known: Mapping[str, Any], returned: Any) -> bytes:
+    """Write down, in rank 0, what callbacks hold when a run has stopped or failed."""
+    held = {name: dict(vars(value)) for name, value in known.items() if isinstance(value, pl.Callback)}
+    state = {"attributes": held, "names": {name: list(found) for name, found in held.items()}, "results": returned}
+    ids = {id(value): name for name, value in known.items()}
+    _leave_out(state, known, ids)
+    return _dumps(state, ids)
+
+
 def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     """Bring a script's known objects to the state of rank 0's; returns what the trainer returned there."""
     state = _Unpickler(packed, known).load()
-    for name, (data, gradient, requires_grad) in state["parameters"].items():
+    for name, (data, gradient, requires_grad) in state.get("parameters", {}).items():
         parameter: nn.Parameter = known[name]
         parameter.grad = None
         parameter.data = data
@@ -85,12 +108,18 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
         for key in set(namespace).difference(state["names"].get(name, namespace)):
             del namespace[key]  # a layer has taken the place of an attribute that was None, say
         _update(namespace, attributes)
+    if "parameters" not in state:  # see `pack_callbacks`
+        return state["results"]
     module = trainer.lightning_module
     module.trainer = trainer
     trainer.strategy.connect(module)
     trainer.strategy.precision_plugin.load_state_dict(state["scaler"])
     for owner, key in _changed(trainer):
         setattr(owner, key, state[key])
+    for name, loop in _loops(trainer):
+        if "_combined_loader" in vars(loop):
+            read = state["loaders"].get(name)
+            vars(loop)["_combined_loader"] = None if read is None else CombinedLoader(*read)
     rng.set_random_state(state["random"])
     if state["lost"]:
         rank_zero_warn(
@@ -126,6 +155,29 @@ def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
         if isinstance(loop, _Loop):
             yield before + name, loop
             yield from _loops(loop, f"{before}{name}.")
+
+
+def _given_loaders(given: Any) -> Iterator[tuple[str, Any]]:
+    """The loaders that a script has given, and their datasets."""
+    for i, one in enumerate(tree_leaves(given)):
+        for j, loader in enumerate(one.flattened if isinstance(one, CombinedLoader) else [one]):
+            if isinstance(loader, Iterable) and not isinstance(loader, (str, nn.Module)):
+                yield f"loader {i} {j}", loader
+                yield f"dataset {i} {j}", getattr(loader, "dataset", None)
+
+
+def _loaders(trainer: pl.Trainer, ids: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+    """The user's loaders that each loop has read, and how, where they can be pickled and are small."""
+    for name, loop in _loops(trainer):
+        if (read := getattr(loop, "_combined_loader", None)) is not None:
+            own = _map_and_unflatten(_users, read.flattened, read._spec)
+            with suppress(Exception):  # anything that a user's __reduce__ raises
+                _SmallPickler(_SmallFile(), ids).dump(own)
+                yield name, (own, read._mode)
+
+
+def _users(loader: Any) -> Any:
+    return getattr(loader, "evener_original", loader)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -192,6 +244,14 @@ def _function(code: bytes, module: str, name: str, defaults: Any, keywords: Any,
     return function
 
 
+class _SmallFile(io.BytesIO):
+    @override
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _LOADER_BYTES:
+            raise ValueError
+        return super().write(data)
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, ids: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -206,6 +266,14 @@ class _Pickler(pickle.Pickler):
             code = marshal.dumps(obj.__code__)  # for a process of the same Python
             return _function, (code, obj.__module__, obj.__name__, obj.__defaults__, obj.__kwdefaults__, values)
         return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
+
+
+class _SmallPickler(_Pickler):
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, (torch.Tensor, np.ndarray)) and obj.nbytes > _LOADER_BYTES:
+            raise ValueError  # before it is copied
+        return super().persistent_id(obj)
 
 
 class _Unpickler(pickle.Unpickler):

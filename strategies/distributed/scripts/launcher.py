@@ -33,7 +33,7 @@ from ...core.module_checks import verify_shapes
 from ..process_exit import LAST_WORDS_S, StopRequests, leave_terminal
 from ..processes import RankProcesses, status_of
 from ..store import RankError, hosted_store, leave_store
-from ._handback import known_objects, pack, unpack
+from ._handback import known_objects, pack, pack_callbacks, unpack
 from ._processes import STOPS_ALONE, error, start
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
@@ -43,8 +43,8 @@ StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 POLL_S = 0.1
 """Seconds between two looks at the processes, at most; the end of one is seen at once."""
 
-STOPPED = b"stopped by a signal"
-"""What rank 0 brings back if the processes stopped together after a signal to any of them."""
+STOPPED = "stopped by a signal"
+"""What rank 0 returns if the processes stopped together after a signal to any of them."""
 
 _handlers_before: dict[int, Any] = {}
 """The script's own signal handlers, replaced while it waits for its processes."""
@@ -139,9 +139,9 @@ class ScriptLauncher(_Launcher):
         finally:
             self._processes = None
 
-    def _launch(self, work: Callable[[], Any], trainer: Any) -> Any:
+    def _launch(self, work: partial[Any], trainer: Any) -> Any:
         verify_shapes(trainer.lightning_module)
-        known, strategy = known_objects(trainer), self._strategy
+        known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
         with scratch_directory() as folder, self._store() as variables:
             processes = self._processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
             with forwarded_signals(processes) as requests:
@@ -157,12 +157,14 @@ class ScriptLauncher(_Launcher):
                 )
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
+            returned: Any = STOPPED
+            if (result := folder / "result").exists():
+                returned = unpack(trainer, known, result.read_bytes())
             if failed is not None and status_of(processes.processes[failed]) not in asked:
                 raise error(processes, failed, folder)
-            packed = (folder / "result").read_bytes() if failed is None else STOPPED
-        if requests.signum is not None or packed == STOPPED:
+        if failed is not None or requests.signum is not None or returned == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
-        return unpack(trainer, known, packed)
+        return returned
 
     def _store(self) -> AbstractContextManager[dict[str, str]]:
         """Host the store of ranks of one machine, which outlives each of them; the variables that lead ranks to it."""
@@ -183,7 +185,7 @@ class ScriptLauncher(_Launcher):
 def _rank(
     rank: int,
     trainer: Any,
-    work: Any,
+    work: partial[Any],
     variables: dict[str, str],
     random_state: Any,
     modes: tuple[int, bool],
@@ -196,15 +198,18 @@ def _rank(
     torch.set_deterministic_debug_mode(modes[0])
     torch.backends.cudnn.benchmark = modes[1]
     _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
-    known = known_objects(trainer)
+    known = known_objects(trainer, (work.args, work.keywords))
     if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
         for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
             tensor.data = tensor.data.clone()  # pickled for another process, it is shared memory
-    returned = _in_rank(trainer, work)
-    if rank == 0:
-        packed = STOPPED if returned == STOPPED else pack(trainer, known, returned)
-        with replacing(result) as temporary:
-            temporary.write_bytes(packed)
+    returned: Any = STOPPED  # or failed
+    try:
+        returned = _in_rank(trainer, work)
+    finally:
+        if rank == 0:
+            packed = pack_callbacks(known, STOPPED) if returned == STOPPED else pack(trainer, known, returned)
+            with replacing(result) as temporary:
+                temporary.write_bytes(packed)
 
 
 @contextmanager

@@ -319,3 +319,20 @@ def test_an_epochs_means_are_lightnings_bit_by_bit() -> None:
         found.append(trainer.callback_metrics)
     assert found[0] == found[1]
     assert found[0]["single"].dtype == found[1]["single"].dtype == torch.float32
+
+
+class Counted(SmallModule):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 1.0, batch_size=3)
+
+    def on_validation_epoch_end(self) -> None:
+        self.counted = float(self.trainer._results["validation_step.val"].cumulated_batch_size)  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_what_a_mean_divides_by_has_lightnings_name(kind: Any, tmp_path: Path) -> None:
+    module = Counted()
+    kind(default_root_dir=tmp_path, logger=False, limit_val_batches=2, **QUIET).validate(
+        module, loader(), verbose=False
+    )
+    assert module.counted == 6

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from evener.strategies.distributed.scripts._processes import shared_by_name
+from evener.strategies.distributed.store import RankError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 
@@ -175,6 +176,60 @@ def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> 
         "num_predict_batches": [], "val_check_batch": 3, "steps": 6,
     }  # fmt: skip
     assert single["trained on"][0] == 9
+
+
+class WithData(Net):
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data().dataset, batch_size=4)
+
+
+def read(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    trainer, _ = trainer_of("ddp", folder)
+    train, val = data(), data()
+    trainer.fit(WithData().eval(), train, val)
+    assert trainer.train_dataloader is train
+    assert trainer.val_dataloaders is val
+    trainer.predict(WithData().eval(), train)
+    assert trainer.predict_dataloaders.dataset is train.dataset
+    trainer.predict(WithData().eval())
+    assert torch.equal(trainer.predict_dataloaders.dataset.tensors[0], data().dataset[:][0])
+    assert len(trainer.predict_dataloaders) == 3
+    assert trainer.train_dataloader is None
+
+
+def test_a_script_has_the_loaders_that_its_ranks_have_read(tmp_path: Path) -> None:
+    # they were None
+    run_script(read, tmp_path)
+
+
+class Counting(History):
+    failed = 0
+
+    def on_exception(self, *_: Any) -> None:
+        self.failed += 1
+
+
+class Failing(Net):
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            raise ValueError("not again")
+
+
+def fail(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    trainer, _ = trainer_of("ddp", folder)
+    trainer.callbacks[0] = counting = Counting()
+    with pytest.raises(RankError, match="not again"):
+        trainer.fit(Failing().eval(), data(), data())
+    assert trainer.callbacks[0] is counting
+    assert counting.failed == 1
+    assert len(counting.losses) == 3
+
+
+def test_callbacks_of_a_run_that_failed_are_what_they_were_when_it_did(tmp_path: Path) -> None:
+    # as on one device, where the script's callback counted the failure, and kept what it had seen
+    run_script(fail, tmp_path)
 
 
 class Locked(History):
