@@ -55,13 +55,13 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
     }
 
 
-def drawn_plan(ranks: int, kills: int, dice: random.Random) -> list[dict[str, Any]]:
+def drawn_plan(ranks: int, kills: int, dice: random.Random, doubles: float) -> list[dict[str, Any]]:
     """Who ends how, and when; at least one rank stays."""
     victims = dice.sample(range(ranks), min(kills, ranks - 1))
     plan: list[dict[str, Any]] = []
     for number, rank in enumerate(victims):
         point = dice.choice(POINTS)
-        if plan and plan[-1]["point"] != "after another" and dice.random() < 0.2:
+        if plan and plan[-1]["point"] != "after another" and dice.random() < doubles:
             point = "after another"
         of_step = point not in ("validating", "saving", "between epochs", "epoch start", "after another")
         times = dice.randint(3, 36) if of_step else dice.randint(2, 5)
@@ -233,6 +233,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.01, help="mean seconds that a step waits")
     parser.add_argument("--cost", type=int, default=0, help="instead, interleaved runs without failures, so many each")
+    parser.add_argument("--doubles", type=float, default=0.2, help="of failures, those within 0.2 s of another")
+    parser.add_argument("--only", type=int, nargs="*", help="the numbers of the runs to do, of all that are drawn")
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -249,7 +251,10 @@ def fail(given: Any, home: Path) -> int:
     while done < given.kills:
         number += 1
         options = drawn_options(dice)
-        plan = drawn_plan(given.ranks, min(given.per_run, given.kills - done), dice)
+        plan = drawn_plan(given.ranks, min(given.per_run, given.kills - done), dice, given.doubles)
+        if given.only and number not in given.only:
+            done += len(plan)
+            continue
         whole, folder = home / f"{number}-whole", home / f"{number}"
         for one in (whole, folder):
             one.mkdir()

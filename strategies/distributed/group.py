@@ -4,6 +4,7 @@ import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import NoReturn, cast
 
@@ -18,6 +19,7 @@ from torch.distributed import PrefixStore, Store, Work, distributed_c10d
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.errors import ConfigError
+from ..core.patching import replaced
 from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
@@ -29,9 +31,6 @@ from .store import RankError, another_connection, attempt, keep_store, meet, roo
 
 PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
-
-FORM_S = 20.0
-"""Seconds of one attempt of torch to connect; if another rank dies meanwhile, several follow (100 s were seen)."""
 
 _num_runs = 0
 
@@ -139,19 +138,26 @@ class RankGroup:
         if not dist.is_initialized():
             if self.survivor is not None:
                 self.survivor.keep_connections()
-            self._form(environment, backend, "group", self.coordinator.root_store, self.timeout)
+            self._form(environment, backend, "group", self.coordinator.root_store)
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
 
-    def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store, timeout: timedelta) -> None:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(name, store),
-            rank=environment.global_rank(),
-            world_size=environment.world_size(),
-            timeout=timeout,
-            device_id=bound_device(self.devices, backend),
-        )
+    def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store) -> None:
+        with self._connecting():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(name, store),
+                rank=environment.global_rank(),
+                world_size=environment.world_size(),
+                timeout=self.timeout,
+                device_id=bound_device(self.devices, backend),
+            )
+
+    def _connecting(self) -> AbstractContextManager[None]:
+        """Give up connecting where a rank dies without which the others can go on; torch waits for it."""
+        if self.survivor is None:
+            return nullcontext()
+        return replaced(distributed_c10d, "ProcessGroupGloo", survivors.Connecting)
 
     def meet_again(self, environment: ClusterEnvironment, backend: str, before: tuple[int, int], number: int) -> None:
         """Join the process group of those that live, `number` in the run; `before` is what `environment` said."""
@@ -169,10 +175,8 @@ class RankGroup:
         self._stopping = self.coordinator.stopping
         if stop.armed and stop.signal is not None:
             self._stopping.request(stop.signal)
-        # by a connection that is cut, too, if another rank dies meanwhile: torch waits where nothing else ends it
-        within = min(self.timeout, timedelta(seconds=FORM_S))
-        self._form(environment, backend, name, another_connection(environment), within)
-        distributed_c10d._set_pg_timeout(self.timeout)
+        # a connection of its own, on which nobody else waits behind a thread that is left alone
+        self._form(environment, backend, name, another_connection(environment))
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a run; every rank must call it."""
@@ -186,7 +190,8 @@ class RankGroup:
     def sum_beside(self, values: Tensor) -> Work:
         """Start summing a small CPU tensor over all ranks, in place, beside the gradients."""
         if self._side is None:
-            self._side = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
+            with self._connecting():
+                self._side = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=self.timeout))
         return cast(Work, dist.all_reduce(values, group=self._side, async_op=True))
 
     def _on_signal(self, signum: int, _: object) -> None:

@@ -13,7 +13,7 @@ has changed its weights in it. The command, which hears of a death at once, ring
 connections: what waits in a collective fails. Once all survivors ask for a new group, the command says who is in it.
 """
 
-import json
+import math
 import mmap
 import os
 import select
@@ -23,12 +23,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from ._heartbeat import is_about_communication
 from ._store_watch import PEER_LOST
 from .process_exit import is_frozen
-from .store import RankError
+from .store import RankError, poll
 
 _ROW = 16
 _DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, _SLOTS = range(9)
@@ -50,9 +52,9 @@ class Board:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._memory = mmap.mmap(-1, 8 * _ROW * (num_ranks + 2))  # the last row is of the loggers' files
+        self._memory = mmap.mmap(-1, 8 * _ROW * (num_ranks + 1))
         self._words = memoryview(self._memory).cast("q")
-        self._records = [[os.memfd_create("evener-record") for _ in range(2)] for _ in range(num_ranks + 1)]
+        self._records = [[os.memfd_create("evener-record") for _ in range(2)] for _ in range(num_ranks)]
         self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(num_ranks + 1)]
         """One per rank; the last one is the command's."""
         for rank in range(num_ranks):
@@ -113,10 +115,6 @@ class Board:
             if (self.get(rank, words), self.get(rank, words + 1)) == (group, section):
                 return os.pread(self._records[rank][slot], self.get(rank, words + 2), 0)
         raise RankError(f"rank {rank} has left no record of section {section}.")
-
-    def newest(self, rank: int) -> int:
-        """The section of a rank's newest record."""
-        return self.get(rank, _SLOTS + 3 * self.get(rank, _NEWEST) + 1)
 
     def ring(self, bell: int) -> None:
         """Wake up a rank, or the command (-1)."""
@@ -281,19 +279,6 @@ class Survivor:
         self.board.set(self.rank, _READY, self.group)
         self._wait(_READY, self.group)  # the next record takes the place of the group before's
 
-    @property
-    def num_logged(self) -> int:
-        """Calls of loggers that are on the disk."""
-        return self.board.newest(self.board.num_ranks)
-
-    def note_logged(self, number: int, ends: Sequence[int]) -> None:
-        """Note that so many calls are on the disk, and where their files end."""
-        self.board.write(self.board.num_ranks, 0, number, json.dumps(ends).encode())
-
-    def logged_ends(self) -> list[int]:
-        """Where the files of the loggers end."""
-        return json.loads(self.board.read(self.board.num_ranks, 0, self.num_logged))
-
     def regroup(self, timeout_s: float) -> Regrouped:
         """Wait for the group of those that live, and give up the work of the section that was lost."""
         board, deadline_s = self.board, time.monotonic() + timeout_s
@@ -320,6 +305,33 @@ class Survivor:
 
 own: Survivor | None = None
 """This process's, if its command can have ranks go on without others."""
+
+
+class _Connecting(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, dist.ProcessGroupGloo)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made: list[Any] = []
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(*args, **kwargs))
+            except Exception as exc:  # noqa: BLE001  # raised below
+                made.append(exc)
+
+        threading.Thread(target=connect, name="evener-connect", daemon=True).start()
+        poll(lambda: bool(made), math.inf)
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
+
+
+class Connecting(metaclass=_Connecting):
+    """Stands for torch's class of gloo's groups: connects in a thread, which is left alone where a rank dies meanwhile.
+
+    gloo waits there for several times its timeout, and nothing ends that.
+    """
 
 
 def sockets() -> set[int]:

@@ -6,8 +6,8 @@
 | counters of loops, attributes of module, callbacks and schedulers, buffers | as before the section |
 | metrics, values logged for the epoch, loss weights, random streams, positions | as each rank, the dead one too, has |
 | | left them on the board; carried over to fewer ranks as those of a checkpoint are |
-| points logged | each call of a logger is numbered: what is on the disk is not logged again, and the new first rank |
-| | logs what is not |
+| points logged | a first rank that lives passes over what it has logged since; a new one cuts the files back to where |
+| | they ended before the section |
 """
 
 import pickle
@@ -51,7 +51,8 @@ class Sections:
         self._works: list[Callable[[], Any]] = []
         self._num_counted = 0
         self._before = _Before(trainer)
-        self._calls = _LoggerCalls(trainer, survivor)
+        self._calls = _LoggerCalls(trainer)
+        self._is_first: bool = trainer.is_global_zero
 
     @classmethod
     def of(cls, trainer: Any) -> "Sections | None":
@@ -144,7 +145,8 @@ class Sections:
         self._calls.end()
 
     def _record(self) -> bytes:
-        return pickle.dumps(_run_state.capture(self._trainer, accumulating=False, weighs=True))
+        state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
+        return pickle.dumps((state, self._calls.ends()))
 
     def _go_on(self) -> None:
         while True:
@@ -157,7 +159,7 @@ class Sections:
 
     def _regroup(self) -> None:
         trainer, survivor, since_s = self._trainer, self._survivor, time.monotonic()
-        strategy, was_first = trainer.strategy, trainer.is_global_zero
+        strategy = trainer.strategy
         new = survivor.regroup(strategy.group.timeout_s)
         self._before.restore()
         self._calls.restore()
@@ -168,11 +170,15 @@ class Sections:
             one.quick.clear()
             for key in [key for key, series in one.items() if series.is_tensor]:  # of a validation none count yet
                 del one[key]
-        state = state_for([pickle.loads(one) for one in new.records], new.rank, num, trainer.lightning_module)
+        left = [pickle.loads(one) for one in new.records]
+        state = state_for([one for one, _ in left], new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _run_state.restore(trainer, state, begins_epoch=False)
-        if trainer.is_global_zero and not was_first:
-            self._become_first()
+        if trainer.is_global_zero and not self._is_first:
+            for take_over in survivor.when_first:
+                take_over()
+            self._calls.take_over(left[0][1])
+            self._is_first = True
         survivor.ready(self._record())
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
@@ -200,11 +206,6 @@ class Sections:
         loop._make_plan(fetcher)
         # its workers may be in the middle of a batch
         Thread(target=lambda: [one.close() for one in before], name="evener-readers", daemon=True).start()
-
-    def _become_first(self) -> None:
-        for take_over in self._survivor.when_first:
-            take_over()
-        self._calls.take_over()
 
 
 class _Before:
@@ -278,49 +279,47 @@ def _containers(space: dict[str, Any]) -> list[tuple[Any, Any]]:
 
 
 class _LoggerCalls:
-    """Has each call of `log_metrics` reach the disk once, whichever rank is the first one."""
+    """Has each call of `log_metrics` since a section began count once, though the section is done again."""
 
-    def __init__(self, trainer: Any, survivor: Survivor) -> None:
-        self._trainer, self._survivor = trainer, survivor
-        self._num = self._num_before = 0
-        self._calls: dict[int, tuple[Callable[..., None], Any, Any]] = {}
-        self._note(0)
-        for logger in trainer.loggers:
-            logger.log_metrics = self._numbered(logger.log_metrics)
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._done: list[Any] = []
+        self._due: list[Any] = []
+        self._ends: list[int] = []
+        self._is_new = True
+        for number, logger in enumerate(trainer.loggers):
+            logger.log_metrics = self._once(number, logger.log_metrics)
 
-    def _numbered(self, log: Callable[..., None]) -> Callable[..., None]:
-        def numbered(metrics: Any, step: Any = None) -> None:
-            self._num += 1
-            written = self._survivor.num_logged
-            if self._num <= written:
-                return
-            if not self._trainer.is_global_zero:
-                self._calls = {number: call for number, call in self._calls.items() if number > written}
-                self._calls[self._num] = (log, dict(metrics), step)
+    def _once(self, number: int, log: Callable[..., None]) -> Callable[..., None]:
+        def once(metrics: Any, step: Any = None) -> None:
+            call = number, step, tuple(metrics)  # not all are made again: times are measured anew
+            if call in self._due:
+                self._due.remove(call)
                 return
             log(metrics, step)
-            self._note(self._num)
+            self._done.append(call)
+            self._is_new = True
 
-        return numbered
+        return once
 
-    def _note(self, number: int) -> None:
-        if self._trainer.is_global_zero:
-            self._survivor.note_logged(number, journal.ends(self._trainer.loggers))
+    def ends(self) -> list[int]:
+        """Where the files end, with all that was logged; empty on ranks other than the first."""
+        if self._is_new and self._trainer.is_global_zero:
+            self._ends = journal.ends(self._trainer.loggers)
+        self._is_new = False
+        return self._ends
 
     def keep(self) -> None:
-        self._num_before = self._num
+        self._done, self._due = [], []
 
     def restore(self) -> None:
-        self._num = self._num_before
+        self._due = self._done.copy()
 
-    def take_over(self) -> None:
-        """Log what the rank before has not."""
-        journal.go_on(self._trainer.loggers, self._survivor.logged_ends())
-        written = self._survivor.num_logged
-        for number, (log, metrics, step) in sorted(self._calls.items()):
-            if written < number <= self._num:
-                log(metrics, step)
-                self._note(number)
+    def take_over(self, ends: list[int]) -> None:
+        """Continue the files of the first rank from where they ended before the section."""
+        journal.go_on(self._trainer.loggers, ends)
+        self.keep()
+        self._is_new = True
 
     def end(self) -> None:
         """Leave the loggers as they were."""

@@ -89,6 +89,7 @@ def run_forked(cfg: DictConfig, folder: Path, variables: dict[str, str], board: 
         survivors.own = Survivor(board, int(os.environ["RANK"]))
     numpy.random.seed()  # without a seed each rank draws its own numbers
     status = exit_status(cfg, folder)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler fails for data workers that end with their rank
     leave_store()
     if status != 0:
         sys.exit(status)
