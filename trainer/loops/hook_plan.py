@@ -88,6 +88,12 @@ class TimedBar:
             self._due_s = time.perf_counter() + REFRESH_S
         else:
             self._behind = batch_idx
+            self._count("train_progress_bar", batch_idx)
+
+    def _count(self, name: str, batch_idx: int) -> None:
+        """Keep tqdm's number of batches, which it shows when it is drawn again."""
+        if isinstance(self.bar, TQDMProgressBar):
+            getattr(self.bar, name).n = batch_idx + 1
 
     def catch_up(self, trainer: pl.Trainer) -> None:
         """Show the steps not shown yet, before something else is printed."""
@@ -95,7 +101,7 @@ class TimedBar:
             batch_idx, self._behind = self._behind, None
             self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
 
-    def _evaluation(self, hook: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+    def _evaluation(self, hook: str, name: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
         """Refresh if the interval is over."""
         batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
         loop = trainer._active_loop
@@ -104,10 +110,12 @@ class TimedBar:
         if last or time.perf_counter() >= self._due_s:
             getattr(self.bar, hook)(trainer, module, *args)
             self._due_s = time.perf_counter() + REFRESH_S
+        else:
+            self._count(name, batch_idx)
 
-    on_validation_batch_end = partialmethod(_evaluation, "on_validation_batch_end")
-    on_test_batch_end = partialmethod(_evaluation, "on_test_batch_end")
-    on_predict_batch_end = partialmethod(_evaluation, "on_predict_batch_end")
+    on_validation_batch_end = partialmethod(_evaluation, "on_validation_batch_end", "val_progress_bar")
+    on_test_batch_end = partialmethod(_evaluation, "on_test_batch_end", "test_progress_bar")
+    on_predict_batch_end = partialmethod(_evaluation, "on_predict_batch_end", "predict_progress_bar")
 
 
 Base = Mapping[str, Any]
