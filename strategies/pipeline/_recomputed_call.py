@@ -25,8 +25,11 @@ _RANDOM = threading.RLock()
 _STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)}
 """Attributes of every module that a forward pass does not write, parameters, children, hooks; and buffers."""
 
-Learned = dict[tuple[bool, ...], set[int]]
-"""By the modules' training flags: indices of the tensors that a part's forward writes to."""
+_SMALL = 2**16
+"""Elements up to which what forward may write to is copied before each run; of larger ones those that it wrote to."""
+
+Learned = list[set[str]]
+"""The tensors, by the place of their owner and their name, that a part's forward writes to; empty before it has run."""
 
 
 def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, *args: Any, **kwargs: Any) -> Any:
@@ -53,23 +56,19 @@ class _Call:
     def __init__(self, part: nn.Module, learned: Learned, inputs: Sequence[Tensor]) -> None:
         self.has_run = False
         self._name, self._learned = type(part).__name__, learned
-        self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
-        self._weights = [(name, w, w._version, w.requires_grad) for name, w in part.named_parameters()]
+        self._inputs = [("an input", tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
+        self._weights = [(f"a parameter ({name})", w, w._version) for name, w in part.named_parameters()]
+        self._flags = [(weight, weight.requires_grad) for weight in part.parameters()]
         self._dtype = torch.get_default_dtype()
-        modules = list(part.modules())
-        self._flags = tuple(module.training for module in modules)
-        self._held = [
-            (owner, {key: _copied(value) for key, value in owner.items() if key not in _STRUCTURE})
-            for module in modules
-            for owner in (vars(module), module._buffers)
-        ]
-        written = learned.get(self._flags)
-        # what forward may write to: buffers, and attributes such as the states of metrics; each once
-        values = [value for _, held in self._held for value in held.values()]
-        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
-        self._kept = {
-            key: (tensor, tensor._version, tensor.detach().clone() if written is None or i in written else None)
-            for i, (key, tensor) in enumerate(tensors.items())
+        owners = [owner for module in part.modules() for owner in (vars(module), module._buffers)]
+        self._held = [(own, {key: _copied(v) for key, v in own.items() if key not in _STRUCTURE}) for own in owners]
+        # what forward may write to: buffers, and attributes such as the states of metrics
+        held = [(f"{i}.{key}", v) for i, (_, values) in enumerate(self._held) for key, v in values.items()]
+        self._tensors = [(key, v, v._version) for key, v in held if isinstance(v, Tensor) and not v.requires_grad]
+        self._before = {
+            id(tensor): tensor.detach().clone()
+            for key, tensor, _ in self._tensors
+            if not learned or tensor.numel() <= _SMALL or key in learned[0]
         }
         tensors = (*inputs, *part.parameters())
         devices = [device for device in {tensor.device for tensor in tensors} if device.type not in ("cpu", "meta")]
@@ -82,19 +81,15 @@ class _Call:
         """The block of the first run: learn what it has read and written."""
         yield
         self.has_run = True
-        if any(tensor._version != version for tensor, version in self._inputs):
+        if any(tensor._version != version for _, tensor, version in self._inputs):
             raise self._refused("writes to its input")
         if self._random is not None and _equal(self._random, random_state()):
             self._random = None  # the part draws nothing on the CPU
-        written = self._learned.get(self._flags)
-        values = list(self._kept.values())
-        changed = {i for i, (t, version, _) in enumerate(values) if t._version != version}
-        if written is None:  # BatchNorm writes without counting versions
-            changed |= {i for i, (t, _, before) in enumerate(values) if before is not None and _differ(t, before)}
-        elif not changed <= written:
+        written = {key: id(tensor) for key, tensor, version in self._tensors if tensor._version != version}
+        if not self._before.keys() >= {*written.values()}:
             raise self._refused("writes to a buffer that it did not write to in its first forward pass")
-        self._learned[self._flags] = changed | (written or set())
-        self._kept = {id(values[i][0]): values[i] for i in self._learned[self._flags]}  # the others are read again
+        self._before = {i: t for i, t in self._before.items() if t.numel() <= _SMALL or i in written.values()}
+        self._learned[:] = [{*written}.union(*self._learned)]
 
     @contextmanager
     def again(self) -> Generator[None]:
@@ -102,8 +97,10 @@ class _Call:
 
         What was frozen after the forward pass (`toggle_optimizer`) would lack tensors that the first run has saved.
         """
-        self._verify_unchanged()
-        written = dict[int, Tensor]()
+        for what, tensor, version in (*self._inputs, *self._weights):
+            if tensor._version != version:  # it would compute another gradient
+                raise self._refused(f"has {what} that was written to after its forward pass")
+        before = {i: tensor.clone() for i, tensor in self._before.items()}  # to be written to
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(_RANDOM)
@@ -112,30 +109,14 @@ class _Call:
                 stack.enter_context(swapped_generator(device, state))
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
-            for _, weight, _, flag in self._weights:
+            for weight, flag in self._flags:
                 if weight.requires_grad != flag:
                     stack.callback(weight.requires_grad_, not flag)
                     weight.requires_grad_(flag)
             for owner, held in self._held:
                 stack.callback(_put, owner, dict(owner))
-                owner.update({key: self._as_read(_copied(value), written) for key, value in held.items()})
+                owner.update({key: before.get(id(value), _copied(value)) for key, value in held.items()})
             yield
-
-    def _as_read(self, value: Any, again: dict[int, Tensor]) -> Any:
-        """A tensor with the values that it had before the first run, to be written to; anything else as it is."""
-        if id(value) not in self._kept:
-            return value
-        before = self._kept[id(value)][2]
-        assert before is not None
-        return again.setdefault(id(value), before.clone())
-
-    def _verify_unchanged(self) -> None:
-        """Refuse a second run with other inputs or weights than the first one's: it would compute another gradient."""
-        if any(tensor._version != version for tensor, version in self._inputs):
-            raise self._refused("has an input that was written to after its forward pass")
-        for name, weight, version, _ in self._weights:
-            if weight._version != version:
-                raise self._refused(f"has a parameter ({name}) that was written to between forward and backward")
 
     def _refused(self, what: str) -> ConfigError:
         return ConfigError(
@@ -160,8 +141,3 @@ def _equal(one: Any, other: Any) -> bool:
     numpy_same = numpy_one[2:] == numpy_other[2:] and bool((numpy_one[1] == numpy_other[1]).all())
     torch_same = bool((torch_one.numpy() == torch_other.numpy()).all())  # no operation that a dispatch mode sees
     return torch_same and numpy_same and python_one == python_other
-
-
-def _differ(tensor: Tensor, before: Tensor) -> bool:
-    """Whether the values of a tensor have changed; those of a simulated run can't."""
-    return not isinstance(tensor, FakeTensor) and not torch.equal(tensor.detach(), before)

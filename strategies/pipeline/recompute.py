@@ -77,7 +77,7 @@ class Recompute:
         cut_at = [str(name) for name in partition] if isinstance(partition, (list, tuple)) else ()
         for name, num_segments, num_kept in self._units(module, cut_at):
             part = module.get_submodule(name)
-            learned: list[Learned] = [{} for _ in range(num_segments)]
+            learned: list[Learned] = [[] for _ in range(num_segments)]
             self._installed.append((name, part, vars(part).get("forward"), learned))
             if num_segments == 1:
                 vars(part)["forward"] = partial(recomputing, part, part.forward, learned[0])
