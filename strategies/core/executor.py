@@ -77,16 +77,10 @@ class Executor:
         for i, piece in enumerate(pieces):
             of_one_thread = piece.device if is_accelerator(piece.device) else i
             queues.setdefault(of_one_thread, []).append(i)
-        results: list[Any] = [None] * len(pieces)
-        errors: dict[int, BaseException] = {}
 
-        def work(queue: list[int], device: torch.device, stream: torch.Stream | None) -> None:
+        def work(queue: list[int], device: torch.device, stream: torch.Stream | None) -> dict[int, Any]:
             with context.entered(device, stream):
-                for i in queue:
-                    try:
-                        results[i] = pieces[i].call()
-                    except BaseException as exc:  # noqa: BLE001  # raised again in the caller's thread
-                        errors[i] = exc
+                return {i: reraised(pieces[i], pieces[i].call) for i in queue}
 
         devices = [pieces[queue[0]].device for queue in queues.values()]
         if self._pool is None:
@@ -94,11 +88,8 @@ class Executor:
         given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
         threads = [self._pool.submit(work, *each) for each in given]
         wait(threads)  # none may still run when an error is raised
-        for i in sorted(errors):
-            reraised(pieces[i], _raise, errors[i])
-        for thread in threads:
-            thread.result()
-        return results
+        results = {i: result for thread in threads for i, result in thread.result().items()}
+        return [results[i] for i in range(len(pieces))]
 
     def shutdown(self) -> None:
         """Stop the threads."""
@@ -219,10 +210,6 @@ class Turns:
 
 class _LeftError(BaseException):
     """Ends work that is given up."""
-
-
-def _raise(error: BaseException) -> Any:
-    raise error
 
 
 def reraised(piece: Piece, call: Callable[..., Any], *args: Any) -> Any:
