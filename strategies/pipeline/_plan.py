@@ -72,7 +72,6 @@ def auto_plan(
     module: nn.Module,
     num_stages: int,
     optimizer_copies: float = 2,
-    activation_bytes: Mapping[str, int] | None = None,
     weights: Sequence[float] | None = None,
 ) -> StagePlan:
     """Balance the memory of contiguous stages.
@@ -80,23 +79,17 @@ def auto_plan(
     Args:
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter (Adam 2, SGD
             with momentum 1, plain SGD 0).
-        activation_bytes: bytes saved for backward by part name, from `profile_activations`; None ignores them.
         weights: relative memory of the stages' devices; None takes them for equal.
 
     Returns:
         The contiguous plan with the smallest possible largest stage.
     """
-    kept = activation_bytes or {}
-    parts = enough_parts(module, num_stages)
-    costs = {part.name: part_bytes(part, optimizer_copies) + kept.get(part.name, 0) for part in parts}
-    return balanced_plan(module, costs, weights or [1.0] * num_stages)
-
-
-def enough_parts(module: nn.Module, num_stages: int) -> list[Part]:
-    """The parts of a module; where they are too few for the stages, modules with layers are opened, too."""
     parts = find_parts(module)
     groups, _ = _groups(parts, dict.fromkeys((part.name for part in parts), 1.0))
-    return parts if len(groups) >= num_stages else find_parts(module, first_layers(module))
+    if len(groups) < num_stages:  # modules with layers are opened, too
+        parts = find_parts(module, first_layers(module))
+    costs = {part.name: part_bytes(part, optimizer_copies) for part in parts}
+    return balanced_plan(module, costs, weights or [1.0] * num_stages)
 
 
 def balanced_plan(module: nn.Module, cost_of: Mapping[str, float], weights: Sequence[float]) -> StagePlan:

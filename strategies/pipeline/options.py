@@ -33,8 +33,7 @@ class StageOptions(Options):
         balance: what `auto` balances: `memory`, or `time`: parts are timed in the first steps, and the cut moves once.
         device_weights: relative capacities of unequal devices, one per stage, in what is balanced: memory or speed.
             None takes them for equal.
-        profile_activations: whether `auto` also counts activations saved for backward, measured without computing
-            from the module's `example_input_array`.
+        profile_activations: False; activations are no longer counted.
         deterministic: whether every run must be the same, so that no cut is measured (`balance=time`). None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
@@ -50,7 +49,9 @@ class StageOptions(Options):
     optimizer_copies: NotNegative = 2
     balance: Literal["memory", "time"] = "memory"
     device_weights: Sequence[Positive] | None = None
-    profile_activations: bool = False
+    profile_activations: Annotated[
+        Literal[False], Advice("Activations are no longer counted: set balance=time, or name the cut (partition).")
+    ] = False
     deterministic: bool | None = None
 
     @override

@@ -24,11 +24,9 @@ from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
-from ._activation_memory import profile_activations
 from ._plan import (
     StagePlan,
     auto_plan,
-    enough_parts,
     found_plan,
     named_plan,
     plan_rows,
@@ -225,19 +223,9 @@ class Stages:
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):
             return named_plan(module, self.num_stages, self.options.partition)
-        kept = None
-        if self.options.profile_activations:
-            inputs = module.example_input_array
-            if inputs is None:
-                raise ConfigError(
-                    f"profile_activations needs inputs, but {type(module).__name__} has no example_input_array. Set it "
-                    "in __init__ to what forward takes, as large as one batch, or set profile_activations=false."
-                )
-            inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-            kept = profile_activations(module, enough_parts(module, self.num_stages), inputs)
         # weights are speeds where time is balanced; until it is measured, all devices have the same memory
         weights = self.options.device_weights if self.options.balance == "memory" else None
-        return auto_plan(module, self.num_stages, self.options.optimizer_copies, kept, weights)
+        return auto_plan(module, self.num_stages, self.options.optimizer_copies, weights)
 
     def _add_hooks(self, module: nn.Module) -> None:
         assert self.plan is not None

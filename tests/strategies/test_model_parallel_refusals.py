@@ -22,7 +22,7 @@ from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy, Mo
         ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
         ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
-        ({"profile_activations": True}, "profile_activations needs inputs, but Net has no example_input_array"),
+        ({"profile_activations": True}, "Activations are no longer counted: set balance=time, or name the cut"),
     ],
 )
 def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:

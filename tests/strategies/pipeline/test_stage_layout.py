@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Net
 from stage_modules import DeepNet
 from torch import nn
 from torchmetrics import MeanMetric
@@ -43,25 +42,6 @@ def test_parts_go_to_their_devices_and_what_has_no_parameters_to_the_meeting_dev
     assert module.device == META
     assert module.metric.device == META
     assert module(torch.zeros(2, 4)).device == META
-
-
-def test_activations_are_profiled_on_the_modules_example() -> None:
-    class Example(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            sigmoids = [nn.Sigmoid() for _ in range(3)]
-            self.net = nn.Sequential(nn.Linear(4, 4), *sigmoids, *(nn.Linear(4, 4) for _ in range(3)))
-            self.example_input_array = torch.zeros(1000, 4)
-
-    def cut(**options: bool) -> list[int]:
-        layout = Stages([CPU, CPU], StageOptions(**options))
-        layout.place(Example())
-        assert layout.plan is not None
-        return list(layout.plan.stage_of.values())
-
-    assert cut() == [0, 0, 1, 1]
-    # tensors of 16 kB that backward keeps: input and three sigmoids' outputs; none; one; one
-    assert cut(profile_activations=True) == [0, 1, 1, 1]
 
 
 def test_outputs_meet_on_the_root_device_if_asked() -> None:

@@ -132,12 +132,6 @@ def test_loose_tensors_go_with_the_part_that_follows() -> None:
     assert auto.stage_of["model"] == auto.stage_of["model.embed"] == 0
 
 
-def test_activations_move_the_cut() -> None:
-    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))  # 64 bytes each, 256 in training
-    assert list(auto_plan(module, 2).stage_of.values()) == [0, 0, 1, 1]
-    assert list(auto_plan(module, 2, activation_bytes={"0": 1000}).stage_of.values()) == [0, 1, 1, 1]
-
-
 def test_optimizer_copies_move_the_cut() -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
     module[0].requires_grad_(requires_grad=False)
