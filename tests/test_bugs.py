@@ -1,5 +1,7 @@
 """Bugs that were found and fixed, each with its cause."""
 
+import gc
+import os
 import pickle
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 import torch
 from recording import SmallModule, loader
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.batch.losses import ChunkLosses
@@ -109,6 +111,37 @@ def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:
     train: Any = DataLoader(list(range(4)), num_workers=1, collate_fn=lambda _: threading.Lock())
     with pytest.raises(RuntimeError, match=r"worker \(pid.* exited unexpectedly"):
         list(make_resumable(train, rank=0))
+
+
+class OfOneProcess:
+    """Garbage, once nobody has it, whose end in another process ends that, as a process group waits for its threads."""
+
+    def __init__(self) -> None:
+        self.own, self.pid = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            os._exit(3)
+
+
+def test_a_forked_worker_leaves_the_garbage_of_its_rank_alone() -> None:
+    # Found by `benchmarks/goodput.py`: a group that had lost a rank ended in a data worker, without end.
+    loader: Any = DataLoader(Collecting(), num_workers=1, multiprocessing_context="fork")
+    gc.disable()
+    try:
+        OfOneProcess()
+        assert [int(batch) for batch in make_resumable(loader, rank=0)] == [0, 1]
+    finally:
+        gc.enable()
+
+
+class Collecting(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
 
 
 @pytest.mark.filterwarnings("ignore:Total length of")  # Lightning's own word on it

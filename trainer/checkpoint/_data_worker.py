@@ -1,5 +1,6 @@
 """Run data workers whose random numbers belong to samples, and that outlive signals, but not their rank."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -25,12 +26,16 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
     if loader.num_workers and (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
         forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
+    collects = gc.isenabled()
+    gc.disable()  # until a worker has set apart what is not its own
     try:
         in_main_thread = threading.current_thread() is threading.main_thread()
-        with replaced(loader, "worker_init_fn", partial(_begin, in_main_thread, loader.worker_init_fn)):
+        with replaced(loader, "worker_init_fn", partial(_begin, in_main_thread, collects, loader.worker_init_fn)):
             iterator: Any = get_iterator()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if collects:
+            gc.enable()
     for process in getattr(iterator, "_workers", ()):
         process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
     return iterator
@@ -60,8 +65,10 @@ class Seeded:
         return _arrive, (self.entropy, self.indices, self.each)
 
 
-def _begin(by_main_thread: bool, then: Any, worker_id: int) -> None:
+def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> None:
     """Begin in a data worker, which the rank's main thread may have started: outlive signals, but not the rank.
+
+    Garbage of the rank is left alone: a process group would wait for its threads, which are not here.
 
     SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
     its rank along before that has saved. torch's own watchdog looks for the rank between two batches only. The loader's
@@ -71,6 +78,9 @@ def _begin(by_main_thread: bool, then: Any, worker_id: int) -> None:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit
         signal.signal(signum, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    gc.freeze()
+    if collects:
+        gc.enable()
     die_with_starter(by_main_thread)
     if then is not None:
         then(worker_id)
