@@ -8,8 +8,7 @@ repeats the operations that one tensor depends on.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,29 +31,13 @@ LARGE = 4096
 """Number of elements from which a tensor is deferred; smaller ones are made at once."""
 
 
-@dataclass
-class _View:
-    """A deferred tensor, without keeping the object."""
-
-    storage: torch.UntypedStorage
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @property
-    def key(self) -> int:
-        return self.storage._cdata
-
-
-@dataclass
-class _Operation:
+class _Operation(NamedTuple):
     """An operation on deferred tensors, with the state of the generator that it draws from."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[_View]
+    outputs: list[Tensor]
     device: torch.device
     random: Tensor | None
 
@@ -87,7 +70,7 @@ class DeferredTensors(TorchDispatchMode):
         given = list(_tensors((args, kwargs)))
         deferred = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         if deferred:
-            device = self._devices[_view(deferred[0]).key]
+            device = self._devices[_memory_of(deferred[0])]
         elif not given and "device" in {argument.name for argument in func._schema.arguments}:
             device = torch.device(kwargs.get("device") or "cpu")
             if device.type == "meta" or _numel(func, args, kwargs) < LARGE:
@@ -111,22 +94,22 @@ class DeferredTensors(TorchDispatchMode):
                 f"fsdp: the shape of what configure_model computes ({func}) depends on values of its layers, which "
                 "are not there yet. Build the layers only, or build them in __init__, where every process holds all."
             ) from exc
-        outputs = [_view(tensor) for tensor in _tensors(output)]
-        new = [view for view in outputs if view.key not in self._devices]
+        outputs = _kept(list(_tensors(output)))
+        new = [view for view in outputs if _memory_of(view) not in self._devices]
         if new or func._schema.is_mutable:
             self._operations.append(_Operation(func, _kept(args), _kept(kwargs), outputs, device, random))
-        self._devices.update({view.key: device for view in new})
+        self._devices.update({_memory_of(view): device for view in new})
         return output
 
     def value(self, tensor: Tensor) -> Tensor:
         """Compute a tensor of the block, or what `to_meta` has put in its place, where it would have been."""
-        tensor = self._fakes.get(tensor.untyped_storage()._cdata, (tensor, tensor))[1]
-        if not isinstance(tensor, FakeTensor) or _view(tensor).key not in self._devices:
+        tensor = self._fakes.get(_memory_of(tensor), (tensor, tensor))[1]
+        if not isinstance(tensor, FakeTensor) or _memory_of(tensor) not in self._devices:
             raise ConfigError(without_values("a parameter"))
         memory: dict[int, Tensor] = {}
-        for operation in self._needed(_view(tensor).key):
+        for operation in self._needed(_memory_of(tensor)):
             _run(operation, memory)
-        return _real(_view(tensor), memory)
+        return _real(tensor, memory)
 
     def to_meta(self, module: nn.Module) -> None:
         """Replace the deferred parameters and buffers of a module by tensors on the meta device."""
@@ -135,7 +118,7 @@ class DeferredTensors(TorchDispatchMode):
             if not isinstance(tensor, FakeTensor):
                 return tensor
             meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-            self._fakes[meta.untyped_storage()._cdata] = (meta, tensor)
+            self._fakes[_memory_of(meta)] = (meta, tensor)
             return meta
 
         apply_anew(module, meta_of)
@@ -144,32 +127,33 @@ class DeferredTensors(TorchDispatchMode):
         """The operations that the values in a storage depend on, in order."""
         wanted, needed = {key}, list[_Operation]()
         for operation in reversed(self._operations):
-            if any(view.key in wanted for view in operation.outputs):
+            if not wanted.isdisjoint(map(_memory_of, operation.outputs)):
                 needed.append(operation)
-                given = tree_flatten((operation.args, operation.kwargs))[0]
-                wanted |= {view.key for view in given if isinstance(view, _View)}
+                wanted |= {_memory_of(t) for t in _tensors((operation.args, operation.kwargs))}
         return needed[::-1]
 
 
 def _run(operation: _Operation, memory: dict[int, Tensor]) -> None:
-    args, kwargs = tree_map_only(_View, lambda view: _real(view, memory), (operation.args, operation.kwargs))
+    args, kwargs = tree_map_only(FakeTensor, lambda view: _real(view, memory), (operation.args, operation.kwargs))
     random = operation.random
     with nullcontext() if random is None else swapped_generator(operation.device, random):
         output = operation.function(*args, **kwargs)
     for view, real in zip(operation.outputs, _tensors(output), strict=True):
-        memory.setdefault(view.key, real)
+        memory.setdefault(_memory_of(view), real)
 
 
-def _real(view: _View, memory: dict[int, Tensor]) -> Tensor:
-    return memory[view.key].as_strided(view.size, view.stride, view.offset)
+def _real(view: Tensor, memory: dict[int, Tensor]) -> Tensor:
+    return memory[_memory_of(view)].as_strided(view.size(), view.stride(), int(view.storage_offset()))
 
 
-def _view(tensor: Tensor) -> _View:
-    return _View(tensor.untyped_storage(), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+def _memory_of(tensor: Tensor) -> int:
+    """What tells one tensor's memory from another's as long as one of its tensors is there."""
+    return tensor.untyped_storage()._cdata
 
 
 def _kept(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: _view(t) if isinstance(t, FakeTensor) else t.detach().clone(), tree)
+    """The tensors in arguments as they are now: a fake one may be resized, another one written to."""
+    return tree_map_only(Tensor, lambda t: t.detach() if isinstance(t, FakeTensor) else t.detach().clone(), tree)
 
 
 def _numel(func: Any, args: Any, kwargs: Any) -> int:
