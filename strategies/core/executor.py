@@ -156,7 +156,6 @@ class Turns:
 
     Args:
         state: what torch knows of the thread that waits.
-        start: starts a thread that calls what it is given with the further arguments.
 
     Attributes:
         is_done: whether it has ended.
@@ -164,8 +163,8 @@ class Turns:
         error: with what it has failed; None if it has not.
     """
 
-    def __init__(self, piece: Piece, state: ThreadState, start: Callable[..., Any] | None = None) -> None:
-        self._piece, self._state, self._start = piece, state, start or self._start_thread
+    def __init__(self, piece: Piece, state: ThreadState) -> None:
+        self._piece, self._state = piece, state
         self._resumed, self._gave_way = Semaphore(0), Semaphore(0)
         self._has_begun = self._is_left = self.is_done = False
         self.result: Any = None
@@ -195,8 +194,8 @@ class Turns:
             self._is_left = True
             self.resume()
 
-    def _start_thread(self, *call: Any) -> None:
-        Thread(target=call[0], args=call[1:], name=self._piece.name, daemon=True).start()
+    def _start(self, call: Callable[..., None], *args: Any) -> None:
+        Thread(target=call, args=args, name=self._piece.name, daemon=True).start()
 
     def _run(self, stream: torch.Stream | None) -> None:
         try:

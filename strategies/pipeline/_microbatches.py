@@ -15,6 +15,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from torch.profiler import record_function
+from typing_extensions import override
 
 from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import InTurn, seated
@@ -122,8 +123,8 @@ class MicroBatches:
                         reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
         finally:
             for step in steps:
-                step.abandon()
-        return [step.output for step in steps]
+                step.leave()
+        return [step.result for step in steps]
 
     def _schedule(self, meets: bool) -> tuple[ScheduleName, int]:
         """The order, and the stages that it tells apart: one where steps are not interrupted between them.
@@ -163,7 +164,7 @@ class MicroBatches:
             self.times.end_microbatch()
 
 
-class _Step:
+class _Step(Turns):
     """The step of a micro-batch.
 
     Args:
@@ -173,32 +174,28 @@ class _Step:
     """
 
     def __init__(self, piece: Piece, state: ThreadState, layout: Stages, pool: ThreadPoolExecutor | None) -> None:
-        self._piece, self._state, self._layout = piece, state, layout
-        self._stage = 0
-        self._turns = None if pool is None else Turns(replace(piece, call=self._call), state, pool.submit)
-        self.output: Any = None
+        super().__init__(piece if pool is None else replace(piece, call=partial(self._call, piece, layout)), state)
+        self._pool, self._stage = pool, 0
 
     def run_through(self, stage: int) -> None:
         """Go on until a stage after this one is to be entered, or to the end."""
-        if self._turns is None:
-            self.output = self._state.run(self._piece)
+        if self._pool is None:
+            self.result = self._state.run(self._piece)
         elif self._stage <= stage:
-            self._turns.resume()
-            if self._turns.error is not None:
-                raise self._turns.error
-            self.output = self._turns.result
+            self.resume()
+            if self.error is not None:
+                raise self.error
 
-    def abandon(self) -> None:
-        """End the step where it waits."""
-        if self._turns is not None:
-            self._turns.leave()
+    @override
+    def _start(self, call: Callable[..., None], *args: Any) -> None:
+        assert self._pool is not None
+        self._pool.submit(call, *args)
 
     def _enter(self, stage: int) -> None:
         """Give way, in the step, before it enters a stage."""
-        assert self._turns is not None
         self._stage = stage
-        self._turns.give_way()
+        self.give_way()
 
-    def _call(self) -> Any:
-        with self._layout.entering(self._enter):
-            return self._piece.call()
+    def _call(self, piece: Piece, layout: Stages) -> Any:
+        with layout.entering(self._enter):
+            return piece.call()
