@@ -360,18 +360,4 @@ def _signature() -> inspect.Signature:
     return lightnings.replace(parameters=list(parameters.values()))
 
 
-def _in_stage(name: str, stage: RunningStage) -> property:
-    """Lightning's property without its comparison of the names of stages, which takes as long as ten calls."""
-    return property(lambda trainer: trainer.state.stage is stage, getattr(pl.Trainer, name).fset)
-
-
-for _name, _stage in {
-    "training": RunningStage.TRAINING,
-    "validating": RunningStage.VALIDATING,
-    "testing": RunningStage.TESTING,
-    "predicting": RunningStage.PREDICTING,
-    "sanity_checking": RunningStage.SANITY_CHECKING,
-}.items():
-    setattr(Trainer, _name, _in_stage(_name, _stage))
-
 Trainer.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
