@@ -22,13 +22,13 @@ from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares
+from evener.strategies.distributed.process_exit import handled
 from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.run import Parts, fit, write_predictions
-from evener.trainer.job.signals import handled
 
 
 def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +32,7 @@ from ..strategies.core.internals import callbacks_of
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
-from ..strategies.distributed.process_exit import StopRequests
+from ..strategies.distributed.process_exit import Answer, handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
@@ -306,32 +305,24 @@ class Trainer(pl.Trainer):
     @contextmanager
     def _more_signals(self) -> Generator[None]:
         """Take Ctrl-C, SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
-        requests = StopRequests()
 
-        def stop(signum: int, frame: FrameType | None) -> None:
+        def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
             savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
             saves = self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
-            answer = requests.receive(signum)
             if answer == "at once" or (signum == signal.SIGINT and not saves):  # after this step it would save nothing
                 raise KeyboardInterrupt
             if answer == "first":  # a strategy of several processes has a function of its own in this place
                 self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
 
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        fitting = in_main_thread and self.state.fn == TrainerFn.FITTING
-        free = [s for s in (signal.SIGHUP, signal.SIGUSR1) if fitting and signal.getsignal(s) == signal.SIG_DFL]
-        if fitting and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            free.append(signal.SIGINT)
-        before = {signum: signal.signal(signum, stop) for signum in free}
-        try:
-            yield
-        except SIGTERMException as exc:
-            if requests.signum == signal.SIGINT:  # what Lightning, and the script, expect after Ctrl-C
-                raise KeyboardInterrupt from exc
-            raise
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+        signals = (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT) if self.state.fn == TrainerFn.FITTING else ()
+        free = [s for s in signals if signal.getsignal(s) in (signal.SIG_DFL, signal.default_int_handler)]
+        with handled(stop, free) as requests:
+            try:
+                yield
+            except SIGTERMException as exc:
+                if signal.SIGINT in free and requests.signum == signal.SIGINT:  # what Lightning and scripts expect
+                    raise KeyboardInterrupt from exc
+                raise
 
     def _on_signal(self, signum: int, _: object) -> None:
         self._signal = signum

@@ -12,12 +12,12 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from numbers import Number
 from pathlib import Path
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -98,6 +98,37 @@ class StopRequests:
             return "first"
         is_users = signum == signal.SIGINT and time.monotonic() - self._since_s > ONE_REQUEST_S
         return "at once" if is_users else "repeated"
+
+
+_heard: StopRequests | None = None
+"""What this process was asked within `handled`."""
+
+
+@contextmanager
+def handled(
+    stop: Callable[[Answer, int, FrameType | None], None], signals: Collection[int] = ASK_TO_STOP
+) -> Generator[StopRequests]:
+    """Handle signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
+
+    Yields:
+        The requests, which a block within another one shares with it.
+    """
+    global _heard
+    outer, requests = _heard, _heard or StopRequests()
+
+    def hear(signum: int, frame: FrameType | None) -> None:
+        stop(requests.receive(signum), signum, frame)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    heard = [signum for signum in signals if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, hear) for signum in heard}
+    _heard = requests
+    try:
+        yield requests
+    finally:
+        _heard = outer
+        for signum, former in before.items():
+            signal.signal(signum, former)
 
 
 def leave_terminal() -> None:

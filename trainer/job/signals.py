@@ -1,8 +1,7 @@
 """Stop a run gracefully: SIGTERM, SIGINT, SIGHUP and SIGUSR1 end it between two steps, after writing a checkpoint."""
 
 import signal
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -10,7 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests
+from ...strategies.distributed.process_exit import Answer, handled
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.find import find_newest
 
@@ -74,35 +73,6 @@ def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
             yield
         except SIGTERMException as exc:
             raise Interrupted(requests.signum or stop_signal_of(trainer.strategy) or signal.SIGTERM) from exc
-
-
-_heard: StopRequests | None = None
-"""What this process was asked within `handled`."""
-
-
-@contextmanager
-def handled(stop: Callable[[Answer, int, FrameType | None], None]) -> Generator[StopRequests]:
-    """Handle the signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
-
-    Yields:
-        The requests, which a block within another one shares with it.
-    """
-    global _heard
-    outer, requests = _heard, _heard or StopRequests()
-
-    def hear(signum: int, frame: FrameType | None) -> None:
-        stop(requests.receive(signum), signum, frame)
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    heard = [signum for signum in ASK_TO_STOP if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
-    before = {signum: signal.signal(signum, hear) for signum in heard}
-    _heard = requests
-    try:
-        yield requests
-    finally:
-        _heard = outer
-        for signum, former in before.items():
-            signal.signal(signum, former)
 
 
 def tell_stop(exc: BaseException) -> None:

@@ -18,8 +18,8 @@ PARENT = "EVENER_PARENT_PID"
 FAILURE_FILE = "failure.json"
 """The file of an attempt in which the first rank that fails says why."""
 
-RUNNING_FILE, ENDED_FILE = "running{}", "ended{}"
-"""The file of an attempt that is there while a rank runs; and what it is called once that has ended in order."""
+ENDED_FILE = "ended{}"
+"""The file of an attempt that is there once a rank has ended in order, and has told why."""
 
 
 @contextmanager

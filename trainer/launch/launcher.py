@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking, handled
 from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
@@ -31,9 +31,9 @@ from ..config.checks import AUTO, LaunchPlan, strategy_name
 from ..job.log_file import Failure, report_killed, run_log
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
-from ..job.signals import Interrupted, handled, loss, tell_stop
+from ..job.signals import Interrupted, loss, tell_stop
 from . import cluster, worker
-from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE, environment, importable, locked
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT, environment, importable, locked
 
 
 def launch(cfg: DictConfig) -> Result:
@@ -298,7 +298,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
     ended = Interrupted(signum, begun=workers.has_ended(workers.first))  # it has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
-    elif not ended.begun and (workers.folder / RUNNING_FILE.format(0)).exists():  # rank 0 was killed
+    elif not ended.begun and (status_of(workers.processes[0]) or 0) < 0:  # rank 0 was killed
         reason = (
             f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "

@@ -22,7 +22,7 @@ from ..job.log_file import Failure
 from ..job.result import WorkerError
 from ..job.run import Run
 from ..job.signals import Interrupted, stops_at_once
-from .environment import ENDED_FILE, FAILURE_FILE, PARENT, RUNNING_FILE
+from .environment import ENDED_FILE, FAILURE_FILE, PARENT
 
 
 def work(cfg: DictConfig, folder: Path) -> None:
@@ -46,23 +46,21 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
         The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
     """
     rank = os.environ["RANK"]
-    running = folder / RUNNING_FILE.format(rank)
+    tells = True
     with stops_at_once():
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
-            running.touch()
             work(cfg, folder)
         except Interrupted as exc:
-            if not (exc.begun or exc.told):  # before the run had a log: the command tells it
-                running.unlink(missing_ok=True)
+            tells = exc.begun or exc.told  # else it had no log yet: the command tells it
             return 128 + exc.signum
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as exc:  # noqa: BLE001  # reported already
             return exc.status if isinstance(exc, WorkerError) else 1
         finally:
-            if running.exists():
-                running.rename(folder / ENDED_FILE.format(rank))
+            if tells:
+                (folder / ENDED_FILE.format(rank)).touch()
         return 0
 
 
