@@ -1,4 +1,4 @@
-"""Describe where a run goes on, for any number of ranks, and where it has ended.
+"""Describe where a run goes on, for any number of ranks.
 
 States of k ranks are carried over to k' ranks: first to one device's state, then to each new rank's part of it.
 
@@ -18,17 +18,14 @@ from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.internals import callbacks_of
 from ...strategies.distributed.metrics.states import SavedMetric, resumed_states
 from ...strategies.registry import ranks_of
 from ..logging.series import on_other_ranks
-from ._host_memory import HostMemory
 from .file_io import CheckpointError
 
 FORMAT = 1
@@ -109,44 +106,6 @@ class ResumePoint:
         rank = min(trainer.global_rank, trainer.world_size - 1)  # in a global view each is the only one
         own = self.ranks[rank] if same else state_for(self.ranks, rank, trainer.world_size, trainer.lightning_module)
         return replace(self, ranks=[own])
-
-
-@dataclass(frozen=True)
-class EndOfRun:
-    """Where training has ended, for what `trainer.save_checkpoint`, or a hook of the end of the epoch, saves then.
-
-    If steps or time are used up within an epoch, Lightning ends the epoch all the same: hooks run, metrics are reset,
-    and the next epoch is counted. A run that goes on with more steps must not see that.
-
-    Args:
-        point: with this rank's state.
-        entries: replace a checkpoint's.
-        callbacks: states of callbacks; those that save are left out, since they must know the files written since.
-        ranks: the states of all ranks, for the script that has started them and saves when they have ended; None if
-            the ranks themselves are still there to gather them.
-    """
-
-    point: ResumePoint
-    entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    callbacks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    ranks: Sequence[dict[str, Any]] | None = None
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer, point: ResumePoint) -> "EndOfRun":
-        """Copy the present state, between two batches or after an epoch."""
-        copied = replace(point, ranks=HostMemory().take(point.ranks))
-        if point.point == "after_epoch":
-            return cls(copied)
-        loops = trainer._checkpoint_connector._get_loops_state_dict()
-        entries = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
-        found = (cb for cb in callbacks_of(trainer) if not isinstance(cb, LightningCheckpoint))
-        callbacks = {cb.state_key: cb.state_dict() for cb in found}
-        return cls(copied, copy.deepcopy(entries), HostMemory().take(callbacks))
-
-    def put_into(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint, which was read since, with this state in the place of its own."""
-        callbacks = {key: self.callbacks.get(key, state) for key, state in checkpoint.get("callbacks", {}).items()}
-        return {**checkpoint, **self.entries, "callbacks": callbacks}
 
 
 def counts_global_batches(trainer: pl.Trainer) -> bool:

@@ -5,6 +5,7 @@ restart has to guess the remaining work. Here a checkpoint is written *between* 
 its hooks, and a resumed run simply takes the next batch.
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -29,10 +31,11 @@ from ...strategies.registry import ranks_of
 from ..loggers import journal
 from . import _run_state
 from ._callback import Checkpoint
+from ._host_memory import HostMemory
 from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
 from ._loader_state import is_resumable, make_resumable, verify_states
-from ._resume_point import EndOfRun, Place, ResumePoint, counts_global_batches
+from ._resume_point import Place, ResumePoint, counts_global_batches
 from ._sections import Sections
 from .file_io import CheckpointError
 
@@ -49,13 +52,13 @@ class ExactCheckpoints(_CheckpointConnector):
         trainer: Any = self.trainer
         if weights_only:
             return checkpoint
-        end: EndOfRun | None = trainer.fit_loop.end
+        end: dict[str, Any] | None = trainer.fit_loop.end
+        if end is not None:  # callbacks that save must know the files written since
+            kept = end.get("callbacks", {})
+            states = {key: kept.get(key, state) for key, state in checkpoint.get("callbacks", {}).items()}
+            return {**checkpoint, **end, "callbacks": states}
         fitting = trainer.state.fn == TrainerFn.FITTING and (trainer.training or trainer.validating)
-        if end is None and not fitting:
-            return checkpoint
-        if end is not None:
-            checkpoint = end.put_into(checkpoint)
-        return {**checkpoint, EXACT: trainer.fit_loop.resume_state()}
+        return {**checkpoint, EXACT: trainer.fit_loop.resume_state()} if fitting else checkpoint
 
     @override
     def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
@@ -88,8 +91,8 @@ class ResumingFitLoop(_FitLoop):
     """The clean point of the checkpoint being written."""
     resumed = ResumePoint()
     """The point at which this run goes on, until it has."""
-    end: EndOfRun | None = None
-    """Where training has ended, for all that is saved from then on."""
+    end: dict[str, Any] | None = None
+    """Entries of all checkpoints that are saved once training has ended, in the place of their own."""
     brought_back = ("end",)
     """What a script gets of this loop from its ranks, besides progress and numbers."""
     _savers: tuple[Checkpoint, ...] = ()
@@ -180,9 +183,21 @@ class ResumingFitLoop(_FitLoop):
         if is_used_up and not self.epoch_loop.batch_progress.is_last_batch:
             self.end = self._end_at("between_batches")
 
-    def _end_at(self, point: Place) -> EndOfRun:
+    def _end_at(self, point: Place) -> dict[str, Any]:
+        """Copy where training has ended, with the states of all ranks; every rank must call it.
+
+        If steps or time are used up within an epoch, Lightning ends the epoch all the same: hooks run, metrics are
+        reset, and the next epoch is counted. A run that goes on with more steps must not see that.
+        """
+        trainer = self.trainer
         with self._at(point):
-            return EndOfRun.of(self.trainer, self._resume_point())
+            end = {EXACT: self.resume_state()}
+        if point != "after_epoch":
+            loops = trainer._checkpoint_connector._get_loops_state_dict()
+            counted = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
+            found = (cb for cb in callbacks_of(trainer) if not isinstance(cb, LightningCheckpoint))
+            end |= {**copy.deepcopy(counted), "callbacks": {cb.state_key: cb.state_dict() for cb in found}}
+        return HostMemory().take(end)
 
     def _save_and_stop(self, point: Place) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
@@ -212,8 +227,6 @@ class ResumingFitLoop(_FitLoop):
         self.takes_steps = False
         if self.end is None:
             self.end = self._end_at("after_epoch")
-        if self.trainer.strategy.launcher is not None:
-            self.end = replace(self.end, ranks=self._all_states(self.end.point) or [])
         for saver in self._savers:
             if saver.lacks(self.trainer):
                 self._save(saver, "after_epoch")
@@ -224,24 +237,16 @@ class ResumingFitLoop(_FitLoop):
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
-        point = self._resume_point() if self.end is None else self.end.point
-        ranks = None if self.end is None else self.end.ranks
-        return replace(point, ranks=self._all_states(point) if ranks is None else ranks).to_dict()
-
-    def _all_states(self, point: ResumePoint) -> list[dict[str, Any]] | None:
-        assert point.own is not None
-        return [point.own] if self.trainer.world_size == 1 else gather_objects(point.own, only_first=True) or None
-
-    def _resume_point(self) -> ResumePoint:
-        """Read where this rank is, with its state alone."""
         accumulating = self._point != "after_epoch" and self.epoch_loop._should_accumulate()
-        return ResumePoint(
+        own = _run_state.capture(self.trainer, accumulating)
+        point = ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
             journal.positions(self.trainer),
             counts_global_batches(self.trainer),
-            [_run_state.capture(self.trainer, accumulating)],
+            [own] if self.trainer.world_size == 1 else gather_objects(own, only_first=True) or None,
         )
+        return point.to_dict()
 
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def discard(dirpath: str | Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-class MemorySnapshots:
-    """Takes snapshots of a run on one machine.
+class MemorySnapshots(VerifiedCheckpointIO):
+    """Takes snapshots of a run on one machine in the background, each written over the one before the last.
 
     Args:
         every_n_steps: number of optimizer steps between two.
@@ -110,12 +110,14 @@ class MemorySnapshots:
     """
 
     def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
+        super().__init__(background=True, on_error="warn")
         self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.due = False
         self._last_step = -1
         directory = directory_in_memory(dirpath)
-        self._io = _InMemory(directory)
+        # memory that is there already; not that of an earlier process, which may be the snapshot by another name
+        self._spares = [directory / f"spare-{time.time_ns()}-{i}" for i in range(2)]
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
@@ -138,26 +140,13 @@ class MemorySnapshots:
     def take(self, trainer: pl.Trainer) -> None:
         """Copy the state of the run to memory. Every rank must call it."""
         self.due, self._last_step = False, trainer.global_step
-        with self._io.saving(trainer):
+        with self.saving(trainer):
             trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
-
-    def wait(self) -> None:
-        """Wait until the last snapshot is whole."""
-        self._io.wait()
 
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""
-        self._io.teardown()
+        self.teardown()
         discard(self.dirpath)
-
-
-class _InMemory(VerifiedCheckpointIO):
-    """Writes snapshots in the background, each over the one before the last: memory that is there already."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(background=True, on_error="warn")
-        # not those of an earlier process, one of which may be the snapshot by another name
-        self._spares = [directory / f"spare-{time.time_ns()}-{i}" for i in range(2)]
 
     @override
     def _write(self, plain: dict[str, Any], path: str) -> None:
