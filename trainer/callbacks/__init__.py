@@ -10,7 +10,7 @@ from .device_monitor import DeviceMonitor, SlowRank
 from .epochs import EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
-from .start_up import ModuleSummary, StartUp
+from .start_up import StartUp
 from .step_times import RunSummary
 from .utilization import Utilization
 
@@ -19,5 +19,5 @@ LearningRate = LearningRateMonitor
 
 __all__ = [
     "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
-    "LearningRateFinder", "LogEveryEpoch", "ModuleSummary", "RunSummary", "SlowRank", "StartUp", "Utilization",
+    "LearningRateFinder", "LogEveryEpoch", "RunSummary", "SlowRank", "StartUp", "Utilization",
 ]  # fmt: skip

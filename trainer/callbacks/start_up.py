@@ -1,4 +1,4 @@
-"""Log the facts of a run in one block before its first step, with how its batch is cut, and a table of its layers."""
+"""Log the facts of a run in one block before its first step, with how its batch is cut."""
 
 import logging
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, ModelSummary
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
@@ -39,25 +39,6 @@ class StartUp(pl.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("partition", indent(partition_plan(trainer, devices), " " * 4))
-
-
-class ModuleSummary(ModelSummary):
-    """Lightning's `ModelSummary` as one table, in the log too; FLOPs only where they were counted.
-
-    The numbers of parameters are in the block that `StartUp` logs. The arguments are Lightning's.
-    """
-
-    @override
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero or pl_module.example_input_array is not None:  # in its forward ranks may meet
-            super().on_fit_start(trainer, pl_module)
-
-    @staticmethod
-    @override
-    def summarize(summary_data: list[tuple[str, list[str]]], *args: Any, total_flops: int = 0, **kwargs: Any) -> None:
-        columns = [(name, values) for name, values in summary_data if name != "FLOPs" or total_flops]
-        rows = zip(*(values for _, values in columns), strict=True)
-        log.info("\n%s", draw_table([tuple(name for name, _ in columns), *rows]))
 
 
 def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
 from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, ModuleSummary, RunSummary, SlowRank, StartUp
+from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, SlowRank, StartUp
 from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
@@ -175,7 +175,7 @@ def build(cfg: DictConfig) -> Parts:
         callbacks.append(EpochLines())
     summarized = any(isinstance(callback, ModelSummary) for callback in callbacks)
     if cfg.trainer.get("enable_model_summary", True) and not summarized:
-        callbacks.append(ModuleSummary())
+        callbacks.append(ModelSummary())
     if cfg.compile:
         module.compile()
     options = {"enable_model_summary": False}

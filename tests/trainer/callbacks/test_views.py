@@ -24,7 +24,7 @@ from evener.strategies import DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, Trainer, compose, train
-from evener.trainer.callbacks import EpochLines, GradientNorm, ModuleSummary
+from evener.trainer.callbacks import EpochLines, GradientNorm
 from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
 from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
@@ -334,15 +334,6 @@ def test_a_line_goes_to_the_output_that_a_bar_has_put_in_place(monkeypatch: pyte
         monkeypatch.setattr(sys, "stdout", above := io.StringIO())
         logging.getLogger("evener").info("epoch 0")
     assert above.getvalue() == "epoch 0\n"
-
-
-def test_the_table_of_layers_leaves_out_what_was_not_counted(caplog: pytest.LogCaptureFixture) -> None:
-    columns = [("Name", ["net"]), ("Params", ["8"]), ("FLOPs", ["0"])]
-    with caplog.at_level("INFO"):
-        ModuleSummary.summarize(columns, 8, 8, 0.0, {}, total_flops=0)
-        assert caplog.messages[-1].split() == ["Name", "Params", "net", "8"]
-        ModuleSummary.summarize(columns, 8, 8, 0.0, {}, total_flops=4)
-        assert "FLOPs" in caplog.messages[-1]
 
 
 def test_pictures_of_the_docs_are_there_and_small() -> None:
