@@ -135,14 +135,14 @@ def lines(folder: Path) -> list[tuple[float, int, str, list[Any], str]]:
 
 
 def batches(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """The samples of each batch, as the last group has trained it."""
+    """The samples of each batch, as the last group has trained it; ranks without samples take one of another's."""
     found: dict[tuple[int, int], dict[str, tuple[int, list[int]]]] = {}
     for _, group, what, rest, who in lines(folder):
         if what == "batch":
             found.setdefault((rest[0], rest[1]), {})[who] = group, rest[2]
     last = {place: max(group for group, _ in told.values()) for place, told in found.items()}
     return {
-        place: sorted(number for group, ids in told.values() if group == last[place] for number in set(ids))
+        place: sorted({number for group, ids in told.values() if group == last[place] for number in ids})
         for place, told in found.items()
     }
 

@@ -83,7 +83,7 @@ def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
     """
     torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = random_state()
     return {
-        "python": (version, torch.tensor(internal), gauss),
+        "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "torch": torch_state,
         "devices": [generator_state(device) for device in devices if device.type != "cpu"],

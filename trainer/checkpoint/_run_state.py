@@ -44,7 +44,7 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
     loader = trainer.fit_loop._combined_loader
     module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
     results: Any = trainer.fit_loop.epoch_loop._results
-    logged = {id(result.value) for result in results.values() if not result.is_tensor}
+    logged, metrics = {id(result.value) for result in results.values() if not result.is_tensor}, _metrics(module)
     evaluation: Any = trainer.fit_loop.epoch_loop.val_loop
     return {
         "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
@@ -53,9 +53,9 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
         "weights": _on_cpu(_accumulation(trainer).total) if (accumulating if weighs is None else weighs) else 0.0,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
-            for name, metric in _metrics(module)
+            for name, metric in metrics
         },
-        "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
+        "of_epoch": [name for name, metric in metrics if id(metric) in logged],
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
         "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],

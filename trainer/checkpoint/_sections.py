@@ -10,6 +10,8 @@
 | | they ended before the section |
 """
 
+import copyreg
+import io
 import pickle
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from dataclasses import is_dataclass
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
 from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -146,7 +149,11 @@ class Sections:
 
     def _record(self) -> bytes:
         state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
-        return pickle.dumps((state, self._calls.ends()))
+        record = io.BytesIO()
+        pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
+        pickler.dump((state, self._calls.ends()))
+        return record.getvalue()
 
     def _go_on(self) -> None:
         while True:
@@ -206,6 +213,18 @@ class Sections:
         loop._make_plan(fetcher)
         # its workers may be in the middle of a batch
         Thread(target=lambda: [one.close() for one in before], name="evener-readers", daemon=True).start()
+
+
+def _reduced(one: Tensor) -> Any:
+    """As torch, in a tenth of the time, where numpy has such tensors."""
+    try:
+        return _tensor, (one.detach().numpy(),)
+    except (RuntimeError, TypeError):
+        return one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _tensor(values: Any) -> Tensor:
+    return torch.from_numpy(values)
 
 
 class _Before:
