@@ -93,7 +93,7 @@ class ResumingFitLoop(_FitLoop):
     """The point at which this run goes on, until it has."""
     end: dict[str, Any] | None = None
     """Entries of all checkpoints that are saved once training has ended, in the place of their own."""
-    brought_back = ("end",)
+    brought_back = ("end", "random_of_loaders")
     """What a script gets of this loop from its ranks, besides progress and numbers."""
     _savers: tuple[Checkpoint, ...] = ()
     random_of_loaders: dict[str, Any]  # with which the present loaders of training were made

@@ -65,11 +65,11 @@ def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
 def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
     """Write down, in rank 0, what its run has changed of known objects, and what it has returned."""
     ids = {id(value): name for name, value in known.items()}
-    attributes = {name: dict(_attributes(value)) for name, value in known.items()}
+    attributes = {name: found for name, value in known.items() if (found := dict(_attributes(value)))}
     _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
     state = {
         "attributes": attributes,
-        "names": {name: list(vars(known[name])) for name, found in attributes.items() if found},
+        "names": {name: list(vars(known[name])) for name in attributes},
         "parameters": {
             name: (value.detach(), value.grad, value.requires_grad)
             for name, value in known.items()

@@ -183,6 +183,10 @@ class WithData(Net):
         return DataLoader(data().dataset, batch_size=4)
 
 
+def _row(numbers: list[int]) -> list[torch.Tensor]:
+    return [torch.full((1, 3), float(numbers[0]), dtype=torch.float64)]
+
+
 def read(folder: Path) -> None:
     warnings.simplefilter("ignore")
     trainer, _ = trainer_of("ddp", folder)
@@ -190,8 +194,12 @@ def read(folder: Path) -> None:
     trainer.fit(WithData().eval(), train, val)
     assert trainer.train_dataloader is train
     assert trainer.val_dataloaders is val
+    trainer.save_checkpoint(folder / "final.ckpt")
+    trainer._checkpoint_connector.restore(folder / "final.ckpt")  # in the script, which did not make the loaders
     trainer.predict(WithData().eval(), train)
     assert trainer.predict_dataloaders.dataset is train.dataset
+    trainer.predict(WithData().eval(), alike := DataLoader(range(9), collate_fn=_row))
+    assert trainer.predict_dataloaders.dataset is alike.dataset  # which has no attributes
     trainer.predict(WithData().eval())
     assert torch.equal(trainer.predict_dataloaders.dataset.tensors[0], data().dataset[:][0])
     assert len(trainer.predict_dataloaders) == 3
