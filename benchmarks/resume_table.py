@@ -78,7 +78,7 @@ def main() -> None:
             ranks, name = STRATEGIES[strategy]
             problem = replace(LOADERS[loader], ranks=ranks, strategy=name)
             cells = [
-                in_fork(framework, cell, framework, problem, given.every)
+                in_fork(framework, cell, framework, problem, given.every) or "not run: can't be imported"
                 if framework == "evener" or strategy in OF_ALL
                 else ""
                 for framework in names

@@ -9,6 +9,7 @@ import warm_python
 PROGRAM = Path(__file__).parents[1] / "benchmarks/silent_bugs/run.py"
 NOT_EXACT = {
     "accumulated_contrast": "silent",  # docs/over_batch.md: each forward pass has its own batch
+    "ranks_moved": "refused",  # within a step, in which ranks can't be joined anew
     "ranks_static_graph_manual": "refused",
 }
 
@@ -30,5 +31,5 @@ def test_a_few_silent_bugs_are_not_evener_s() -> None:
 @pytest.mark.timeout(900)
 def test_no_silent_bug_is_evener_s_but_the_one_that_is_documented() -> None:
     found = words()
-    assert len(found) >= 38
+    assert len(found) >= 42
     assert {name: word for name, word in found.items() if word != "exact"} == NOT_EXACT

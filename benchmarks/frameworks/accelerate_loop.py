@@ -27,7 +27,11 @@ def train(run: Run) -> None:
     loader: Any = DataLoader(
         p.data(), p.rank_batch, shuffle=p.shuffle, num_workers=p.workers, pin_memory=p.device != "cpu"
     )
-    net, optimizer, loader = accelerator.prepare(net, made, loader)
+    if p.early:  # one after the other, as the documentation of FSDP recommended once
+        net = accelerator.prepare(net)
+        optimizer, loader = accelerator.prepare(made, loader)
+    else:
+        net, optimizer, loader = accelerator.prepare(net, made, loader)
     scheduler: Any = accelerator.prepare(p.schedule(made)) if p.schedule else None
     called = accelerator.unwrap_model(net) if p.unwrapped else net
     steps, found = 0, run.newest("step_*")

@@ -14,6 +14,7 @@ class Module(pl.LightningModule):
         super().__init__()
         self.attempt, self.net = run, run.problem.net()
         self.automatic_optimization = not run.problem.manual
+        self.made = run.problem.optimizer(self.parameters()) if run.problem.early else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.attempt.begin(batch)
@@ -34,7 +35,7 @@ class Module(pl.LightningModule):
         self.log("val", values.mean(), sync_dist=True, batch_size=len(values))
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.attempt.problem.optimizer(self.parameters())
+        optimizer = self.made or self.attempt.problem.optimizer(self.parameters())
         if (schedule := self.attempt.problem.schedule) is None:
             return optimizer
         return [optimizer], [{"scheduler": schedule(optimizer), "interval": "step"}]

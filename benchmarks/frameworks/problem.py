@@ -41,6 +41,7 @@ class Problem:
         unwrapped: whether the loss calls another method of the network than `forward`.
         manual: whether the step calls backward and the optimizer itself, where the framework has this mode.
         strategy: name of the strategy, of frameworks that have several.
+        early: whether the optimizer is made with the network, before the framework has taken either.
         save: whether a checkpoint is saved after every step; a later run in the same folder goes on from the newest.
         device: type of the device; on an accelerator only times are noted of a batch, which costs no wait.
         waits: steps before which the host waits for the device, so that times between them are the device's.
@@ -69,6 +70,7 @@ class Problem:
     unwrapped: bool = False
     manual: bool = False
     strategy: str = ""
+    early: bool = False
     save: bool = False
     dtype: torch.dtype = torch.float64
     device: str = "cpu"

@@ -24,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -121,14 +122,17 @@ def judge_all(framework: str, cases: dict[str, Case], seconds: float, folder: Pa
 
 
 def in_fork(framework: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call in a process that imports this framework only, a folder behind the arguments; JSON brings the result."""
+    """Call in a process that imports this framework only, a folder behind the arguments; JSON brings the result.
+
+    It is None where the call fails, or where the framework can't be imported, which is told.
+    """
     reading, writing = os.pipe()
     if pid := os.fork():
         os.close(writing)
         with os.fdopen(reading) as file:
-            found = json.load(file)
+            found = file.read()
         os.waitpid(pid, 0)
-        return found
+        return json.loads(found) if found else None
     status = 1
     try:
         end_with_parent()
@@ -139,6 +143,8 @@ def in_fork(framework: str, call: Callable[..., Any], *args: Any) -> Any:
         with os.fdopen(writing, "w") as file:
             json.dump(found, file)
         status = 0
+    except Exception:  # noqa: BLE001  # the end of this process
+        traceback.print_exc()
     finally:
         os._exit(status)
 
@@ -186,9 +192,8 @@ def main() -> int:
     cases = {name: case for name, case in all_cases().items() if name.startswith(tuple(given.only or [""]))}
     since, there = time.monotonic(), [name for name in given.frameworks if name in installed()]
     found = {
-        name: in_fork(name, judge_all, name, cases, given.seconds / len(there))
-        if name in there
-        else dict.fromkeys(cases, ("–", "not installed"))
+        name: (name in there and in_fork(name, judge_all, name, cases, given.seconds / len(there)))
+        or dict.fromkeys(cases, ("–", "not installed"))
         for name in given.frameworks
     }
     print(table(found, cases))

@@ -102,10 +102,16 @@ def verify_dtypes(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def verify_plain(output: Any) -> None:
-    """Refuse a loss that was computed of shards: its gradient would not be averaged over the ranks."""
+    """Refuse a loss whose gradients would not be averaged over the ranks: of shards, or from passes in a hook."""
     loss = output.get("loss") if isinstance(output, dict) else output
     if isinstance(loss, DTensor):
         raise ConfigError(OUTSIDE)
+    if isinstance(loss, Tensor) and loss.is_leaf and loss.requires_grad and not isinstance(loss, nn.Parameter):
+        raise ConfigError(
+            "fsdp: the loss has no graph, so that hooks compute the gradients, in backward passes of their own that "
+            "no rank averages. Call self.manual_backward for each of these (automatic_optimization=False), or use "
+            "strategy=ddp."
+        )
 
 
 class LateParameters:

@@ -335,6 +335,8 @@ def active_tape() -> Tape | None:
 def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
     """What an operation divides by; None if that is not known."""
     name = func.__name__
+    if "_backward" in name:  # of a pass in the step
+        return None
     if name.startswith("mean."):
         return args[0].numel() / max(1, results[0].numel())
     for i, one in enumerate(func._schema.arguments):

@@ -303,8 +303,10 @@ class Verifier:
     def _plan(self, call: int, whole: _Step, cuts: Sequence[Sequence[_Step]]) -> tuple[Plan, str]:
         """The plan by which parts train as the whole; if there is none, one, and which gradient differs by how much."""
         parameters, loss, given = _small_parameters(self._module), whole.losses[call], whole.weight is not None
-        if loss.grad_fn is None or not parameters:
+        if not (loss.requires_grad and parameters):
             return OF_SAMPLES, ""
+        if loss.grad_fn is None and self._of_ranks:
+            return OF_SAMPLES, "the loss is computed by hooks, in passes that no rank joins in"
         name = f"{LOSS} {call}"
         plans = [OF_SAMPLES] if given else proposals(whole, cuts, name)
         expected, unlike_whole, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
@@ -318,7 +320,9 @@ class Verifier:
             if found[0] <= _tolerance(loss, parameters):
                 return last, ""
             unlike_whole.append(found)
-        difference, name = min(unlike_whole, default=(float("inf"), "the loss"))
+        if not unlike_whole:
+            return last, "the loss has no counterpart in each part"
+        difference, name = min(unlike_whole)
         by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
         return last, f"{name} {by}"
 
@@ -498,12 +502,14 @@ def _gradients(losses: Sequence[Tensor], shares: Sequence[Any], parameters: Sequ
         torch.zeros_like(p, dtype=torch.float64 if p.dtype is torch.float64 else torch.float32) for p in parameters
     ]
     for loss, share in zip(losses, shares, strict=True):
-        if loss.grad_fn is None:
+        if not loss.requires_grad:
             continue
         weighed = torch.where(share != 0, loss * share, 0.0) if isinstance(share, Tensor) else loss * share
-        try:
+        found: Sequence[Tensor | None] = ()
+        with suppress(RuntimeError):  # reentrant checkpoints go backward no other way
             found = torch.autograd.grad(weighed, parameters, allow_unused=True, retain_graph=True)
-        except RuntimeError:  # reentrant checkpoints go backward no other way
+        # nor do hooks that compute gradients
+        if all(one is None for one in found):  # pyright: ignore[reportUnnecessaryComparison]  # of what is unused
             for parameter in parameters:
                 parameter.grad = None
             weighed.backward(retain_graph=True)
