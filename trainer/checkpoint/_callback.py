@@ -151,11 +151,10 @@ class Checkpoint(ModelCheckpoint):
                 f"checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
                 f"{type(trainer.strategy).__name__}. Set checkpoint.sharded=false: each checkpoint is whole then."
             )
-        before = trainer.strategy.checkpoint_io
-        if type(before) in (TorchCheckpointIO, VerifiedCheckpointIO):
-            others = before if isinstance(before, VerifiedCheckpointIO) else None
-            self._io = VerifiedCheckpointIO(self._background, self._on_error, self._sharded, others)
-            trainer.strategy.checkpoint_io = self._io
+        if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
+            self._io = trainer.strategy.checkpoint_io = VerifiedCheckpointIO(
+                self._background, self._on_error, self._sharded
+            )
         elif self._sharded:
             raise ConfigError(
                 f"checkpoint: sharded=true is written by this project's own plugin, but the trainer was given "
@@ -210,7 +209,7 @@ class Checkpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._io is not None:
-            self._io.wait()
+            self._io.teardown()
         self._settle(trainer)
         if self.snapshots is not None and self.save_last:
             self.snapshots.end()
@@ -218,8 +217,8 @@ class Checkpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        if self.snapshots is not None:
-            self.snapshots.wait()
+        for io in filter(None, (self._io, self.snapshots)):
+            io.teardown()
 
     def lacks(self, trainer: pl.Trainer) -> bool:
         """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""

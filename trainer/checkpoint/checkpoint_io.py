@@ -39,20 +39,14 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         on_error: `raise` stops training if a file can't be written; `warn` logs a warning and continues. Existing
             files are kept either way.
         sharded: write in shards, where the strategy has them.
-        before: the plugin of another callback, in whose place this one is for what neither of them saves.
     """
 
     def __init__(
-        self,
-        background: bool = False,
-        on_error: Literal["raise", "warn"] = "raise",
-        sharded: bool = False,
-        before: "VerifiedCheckpointIO | None" = None,
+        self, background: bool = False, on_error: Literal["raise", "warn"] = "raise", sharded: bool = False
     ) -> None:
         self.background = background
         self.sharded = sharded
         self.on_error = on_error
-        self._before = before
         self._failed: set[str] = set()
         self._last_failed = False
         self._memory = HostMemory()
@@ -152,9 +146,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-        if self._before is not None:
-            self._before.teardown()
-            self._before = None
 
     @contextmanager
     def saving(self, trainer: pl.Trainer) -> Generator[None]:
@@ -167,8 +158,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     def wait(self) -> None:
         """Wait for the background thread; raise its error if a write failed."""
-        if self._before is not None:
-            self._before.wait()
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
