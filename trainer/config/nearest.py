@@ -32,5 +32,4 @@ def verify_not_gone(name: str) -> None:
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
     """` Did you mean <before><name>?`, to be put behind a sentence; empty if no known name is like the given one."""
-    found = nearest(name, known)
-    return f" Did you mean {before}{found}?" if found else ""
+    return f" Did you mean {before}{found}?" if (found := nearest(name, known)) else ""
