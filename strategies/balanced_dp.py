@@ -139,7 +139,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         if layout.runner.has_met:
             self._pending = None
             self._told.info(
-                "balanced_dp: the replicas wait for each other within a step (over_batch, manual optimization), so "
+                "balanced_dp: the replicas wait for each other within a step (over_batch), so "
                 "that their times can't be measured. Set strategy.weights to give them other shares than now."
             )
         self._observe(self.controller, layout)

@@ -33,7 +33,7 @@ class DataParallelStrategy(OneProcessStrategy):
     `SingleDeviceStrategy`, except for BatchNorm statistics and random streams (docs/data_parallel.md).
 
     A loss over the batch is computed on the root device, by `evener.over_batch` or `training_step_end(outputs)`. In
-    manual optimization the replicas meet wherever weights change.
+    manual optimization steps get whole batches, on the first device alone.
 
     Args:
         devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.

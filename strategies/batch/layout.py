@@ -73,9 +73,6 @@ class Layout(Protocol):
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         """Begin a run with the placed module; `structures` tells how its batches are cut."""
 
-    def verify_loaders(self) -> None:
-        """Refuse, before the first step, loaders whose batches can't be cut."""
-
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module (`training_step`, ...) on a batch.
 

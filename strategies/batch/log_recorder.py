@@ -20,7 +20,7 @@ from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue
 from ..core.patching import replaced
 from .exact.values import RETURNED, Program, Tape, Values
-from .losses import FOUND, ChunkLosses, chunk_losses, is_loss, losses_in
+from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
 from .part_metrics import PartMetrics, finds_others
 from .results import ResultStructure, combine
 
@@ -85,28 +85,18 @@ class LogRecorder:
             self._metrics.close()
             self._metrics = self._new_metrics()
 
-    def merge(self, used: Sequence[int], sizes: Sequence[int], outputs: Sequence[Any]) -> None:
-        """Bring what parts have counted to the module's metrics.
-
-        Args:
-            used: the parts that had samples.
-            sizes: samples of each of them.
-            outputs: what the step has returned on each.
-        """
-        self._metrics.merge(used, sizes, [loss for output in outputs for loss in losses_in(output)])
-
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
         self._metrics.close()
 
     @contextmanager
-    def recording(self, values: Values, step: str, loader: int = 0) -> Generator[None]:
-        """Record the calls of one step, and what its values are computed of."""
+    def recording(self, values: Values, step: str, sizes: Sequence[int], loader: int = 0) -> Generator[None]:
+        """Record the calls of one step, of parts of so many samples, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.all_of(step, loader), {}
         self._constants = values.constants.get((step, loader))
         self._calls = [[] for _ in self._modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
-        with self._metrics.counting(), received(logs):
+        with self._metrics.counting(sizes), received(logs):
             yield
 
     @property

@@ -147,8 +147,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from all parts of a batch: its rows of the batch, as one device has them."""
-        return gathered(tensor, sync_grads)
+        """Gather a tensor from all processes, of which there is one."""
+        return gathered(tensor, self.strategy_name)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,9 +180,9 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         except PartsDiffer as exc:
             self.whole.take("training_step", exc)
             if exc.plans and weighs_in_loop(self.lightning_module.trainer):
-                self.reader.take(exc.plans, self.lightning_module)
+                self.reader.take(exc.plans[0], self.lightning_module)
             return
-        self.reader.take(found.plans, self.lightning_module)
+        self.reader.take(found.plans[0], self.lightning_module)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self.layout.verify_loaders()
         self.layout.weights_changed()
         if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)

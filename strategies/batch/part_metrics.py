@@ -1,23 +1,22 @@
 """Count the parts of a batch in copies of a module's metrics, and merge the copies into the metrics after the step."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from ..core.errors import ConfigError
-from ..core.module_checks import is_metric, metrics_of
+from ..core.errors import PartsDiffer
+from ..core.module_checks import is_metric, metrics_of, why_whole
 from ..core.no_value import empty_copy, part_value
 from ..core.patching import Replacement, replaced
-from ..core.rng import random_state, swapped_random_state
-from .metric_calls import Call, call_again, outermost_metrics, takes_whole_batches
 from .results import are_equal
 
 _KINDS = (Metric, MetricCollection)
@@ -25,18 +24,73 @@ _METHODS = ("update", "forward", "compute", "reset")
 _MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
 
 
+class OfParts:
+    """Has a metric take what parts of a batch give it, as far as the whole batch's states follow from theirs.
+
+    A number that a `MeanMetric` is given for a part counts by its samples. Metrics whose states don't merge, or that
+    are made of others, raise `PartsDiffer`, and so do numbers that may be sums or means: steps get whole batches.
+
+    Args:
+        samples: returns those of the part that calls, and of the batch.
+        strategy: name that begins messages.
+    """
+
+    def __init__(self, metric: Metric, samples: Callable[[], tuple[float, float]], strategy: str) -> None:
+        self._metric, self._samples = metric, samples
+        self._name = f"{strategy}: {type(metric).__name__}"
+        self._is_mergeable = _is_mergeable(metric)
+        self._depth = 0
+        """In how many calls, one within the other, the metric is."""
+        self._replaced = [Replacement(metric, method, partial(self._called, method)) for method in _METHODS]
+
+    def remove(self) -> None:
+        """Restore the metric's methods."""
+        while self._replaced:
+            self._replaced.pop().remove()
+
+    def _called(self, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_mergeable:
+            raise PartsDiffer(
+                f"{self._name} is called on a part of a batch, and what it counts of parts can't be merged. Call it in "
+                "training_step_end or in an epoch hook"
+            )
+        if method in ("compute", "reset") and not self._depth:
+            raise PartsDiffer(
+                f"{self._name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
+                "itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end"
+            )
+        if method == "forward":
+            own = partial(part_value, self._metric, own, None)
+        elif method == "update" and isinstance(self._metric, BaseAggregator):
+            args, kwargs = (), self._weighed(dict(zip(("value", "weight"), args, strict=False)) | kwargs)
+        self._depth += 1
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _weighed(self, given: dict[str, Any]) -> dict[str, Any]:
+        value, num, total = given["value"], *self._samples()
+        if not (isinstance(value, Number) or (isinstance(value, Tensor) and not value.dim())) or num == total:
+            return given
+        is_mean = isinstance(self._metric, MeanMetric)
+        if is_mean and given.get("weight") is None:
+            return given | {"weight": num / total}
+        count = given["weight"] if is_mean else value if isinstance(self._metric, SumMetric) else None
+        if not (isinstance(count, Tensor) and (is_mean or not count.is_floating_point())) and count != num:
+            raise PartsDiffer(
+                f"{self._name} is given one number for a part of a batch, from which the whole batch's isn't known: it "
+                "may be a mean over samples, a sum or another. Give it a tensor with one value per sample, or update "
+                "it in training_step_end or in an epoch hook"
+            )
+        return given
+
+
 class PartMetrics:
     """Brings what the parts of a batch count in a step to the module's metrics, until `close`.
 
-    During a step every part, of a replica or in time, calls a copy that holds this step's samples only. This makes the
-    value of the whole batch exact, not only the epoch's. Afterwards
-
-        a metric whose states are sums, lists, minima or maxima   has the copies' states merged into it
-        any other, and metrics of metrics                         is called with the joined inputs
-
-    Metrics of single numbers (`MeanMetric`) are of the second kind: a part's loss counts as a part of the batch's. So
-    are those that set something of their samples beside their states, which their first step shows. A metric that is a
-    part of several others has one copy per part.
+    During a step every part, of a replica or in time, calls a copy that holds this step's samples only, whose states
+    are merged into the metric's afterwards. This makes the value of the whole batch exact, not only the epoch's.
 
     Args:
         module: the module, whose metrics all parts call.
@@ -58,21 +112,13 @@ class PartMetrics:
         """Identifies the metrics and collections of the module."""
         own = {id(inner): inner for slot in slots for inner in slot.modules()}
         made = [_empty_copies(slots, device) for device in devices]
-        outermost = {id(metric): metric for slot in slots for metric in outermost_metrics(slot)}
-        self._metrics = list(outermost.values())
-        self._copies = [[copies[id(metric)] for copies in made] for metric in self._metrics]
-        inside = {id(part) for metric in self._metrics for part in metric.modules() if part is not metric}
-        self._recorded = set(range(len(self._metrics)))
-        """The metrics of which the first step will show whether they are merged, and those that are not."""
-        self._whole = {n for n, metric in enumerate(self._metrics) if id(metric) in inside or not _is_mergeable(metric)}
-        self._calls: list[list[Call]] = [[] for _ in made]
-        """What the step called of the recorded ones, in order, by part."""
-        self._depths = [0 for _ in made]
-        """In how many calls of metrics, one within the other, each part is."""
+        self._copies = [(metric, [copies[id(metric)] for copies in made]) for metric in outermost_metrics(slots)]
+        self._sizes: Sequence[float] = ()
         self._is_open = False
         """Whether a step runs."""
         for i, copies in enumerate(made):
-            self._watch(i, copies)
+            for copy in filter(is_metric, copies.values()):
+                OfParts(copy, partial(self._samples, i), strategy)
         self._values: dict[int, tuple[Any, Metric]] = {}
         self._replaced = [
             Replacement(inner, method, partial(self._routed, [getattr(copies[key], method) for copies in made]))
@@ -80,6 +126,9 @@ class PartMetrics:
             if isinstance(inner, _KINDS)
             for method in _METHODS
         ]
+
+    def _samples(self, part: int) -> tuple[float, float]:
+        return self._sizes[part], sum(self._sizes)
 
     def _routed(self, copies: Sequence[Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module's metric, in a step that of the running part's copy."""
@@ -91,122 +140,76 @@ class PartMetrics:
             self._replaced.pop().remove()
 
     @contextmanager
-    def counting(self) -> Generator[None]:
-        """Have the copies take the calls inside the block, where a step runs that is merged afterwards."""
+    def counting(self, sizes: Sequence[float]) -> Generator[None]:
+        """Have the copies take the calls inside the block, where a step runs, and merge what they have counted.
+
+        Args:
+            sizes: samples of each part.
+        """
+        self._sizes = sizes
         try:
             with replaced(self, "_is_open", True):
                 yield
-        except BaseException:
-            self._discard()
-            raise
+            self._merge()
+        finally:
+            with torch.inference_mode(False), torch.no_grad():
+                for copy in (copy for _, copies in self._copies for copy in copies if copy._update_count > 0):
+                    type(copy).reset(copy)
 
     def original(self, value: Any) -> Any:
         """Map what a metric has returned for a part to the whole batch's value; others stay unchanged."""
         found = self._values.get(id(value))
         return value if found is None else found[1]._forward_cache
 
-    def merge(self, used: Sequence[int], sizes: Sequence[int], losses: Sequence[Tensor]) -> None:
-        """Bring the counts of the copies to the module's metrics, in order, and reset the copies.
-
-        Args:
-            used: the parts that had samples.
-            sizes: samples of each of them.
-            losses: which the step has returned on each; none if it has not.
-        """
-        if not self._metrics:
-            return
+    def _merge(self) -> None:
+        """Bring the counts of the copies to the module's metrics, in order."""
+        every = list[tuple[Metric, list[Metric]]]()
+        for metric, copies in self._copies:
+            counts = {copy._update_count for copy, num in zip(copies, self._sizes, strict=False) if num}
+            if len(counts) > 1 and isinstance(metric, BaseAggregator):
+                raise PartsDiffer(
+                    f"{self._strategy}: {type(metric).__name__} is not updated alike on all parts of a batch, so that "
+                    "their numbers don't make the batch's. Update it in every step, whatever the samples are"
+                )
+            if any(counts):
+                every.append((metric, [copy for copy in copies if copy._update_count > 0]))
         self._values = {
             id(copy._forward_cache): (copy._forward_cache, metric)
-            for metric, copies in zip(self._metrics, self._copies, strict=True)
+            for metric, copies in every
             for copy in copies
             if isinstance(copy._forward_cache, Tensor)
         }
         with torch.inference_mode(False), torch.no_grad():
-            for metric in self._metrics:
+            for metric, copies in every:
+                self._take_attributes(metric, copies)
+            for metric, copies in every:
                 _make_writable(metric)
-            for number, (metric, copies) in enumerate(zip(self._metrics, self._copies, strict=True)):
-                updated = [copy for copy in copies if copy._update_count > 0]
-                if updated and number not in self._whole and self._decide(number, metric, updated):
-                    _merge(metric, updated)
-            self._calls[:] = [[call for call in calls if call.metric in self._whole] for calls in self._calls]
-            call_again(self._metrics, [self._calls[i] for i in used], sizes, self._strategy, losses)
-        self._discard()
+                _merge(metric, copies)
 
-    def _discard(self) -> None:
-        """Reset the copies."""
-        for calls in self._calls:
-            calls.clear()
-        with torch.inference_mode(False), torch.no_grad():
-            for number, copies in enumerate(self._copies):
-                for copy in copies:
-                    if copy._update_count > 0 or number in self._whole:
-                        copy.reset()
-
-    def _decide(self, number: int, metric: Metric, copies: Sequence[Metric]) -> bool:
-        """Whether a metric is merged; then it is given what `update` set on all copies alike, beside their states."""
+    def _take_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
+        """Give a metric what `update` set on all copies alike, beside their states."""
         for name, value in vars(copies[0]).items():
             if name.startswith("_") or name in metric._defaults or name in _METHODS:
                 continue
             values = [vars(copy).get(name) for copy in copies]
             if value is vars(metric).get(name) or are_equal([vars(metric).get(name), *values]):
                 continue
-            if not isinstance(value, Tensor) and are_equal(values):
-                setattr(metric, name, value)
-            elif number in self._recorded:
-                self._whole.add(number)
-                return False
-            else:
-                raise ConfigError(
-                    f"{self._strategy}: {type(metric).__name__}.update sets {name!r}, which is no state (add_state): "
-                    "what replicas set can't be merged. Add it as a state, or update the metric in "
-                    "training_step_end or in an epoch hook."
+            if isinstance(value, Tensor) or not are_equal(values):
+                raise PartsDiffer(
+                    f"{self._strategy}: {type(metric).__name__}.update sets {name!r}, which is no state (add_state), "
+                    "and what parts of a batch set can't be merged. Add it as a state, or update the metric in "
+                    "training_step_end or in an epoch hook"
                 )
-        self._recorded.discard(number)
-        return True
+            setattr(metric, name, value)
 
-    def _watch(self, part: int, copies: Mapping[int, Any]) -> None:
-        """Stand between one part's copies, with the metrics inside them, and those who call them."""
-        numbers = {id(copies[id(metric)]): number for number, metric in enumerate(self._metrics)}
-        for copy in filter(is_metric, copies.values()):
-            number = numbers.get(id(copy))  # None inside of another metric
-            for method in _METHODS:
-                call = getattr(copy, method)
-                if method == "forward":
-                    call = partial(part_value, copy, call, None)
-                if method in ("update", "forward"):
-                    call = partial(self._called, part, method, number, call)
-                if number is None or method in ("compute", "reset"):
-                    call = partial(self._verified, part, f"{type(copy).__name__}.{method}()", call)
-                vars(copy)[method] = call
 
-    def _called(
-        self, part: int, method: str, number: int | None, call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Make a call of a metric's copy, and note it where that is asked for."""
-        self._depths[part] += 1
-        try:
-            if number not in self._recorded or self._depths[part] > 1:
-                return call(*args, **kwargs)
-            self._calls[part].append(Call(number, method, apply_to_collection((args, kwargs), Tensor, Tensor.detach)))
-            if method == "update" and number in self._whole:
-                return None  # the root's is called with the inputs of all parts
-            with swapped_random_state(random_state()):
-                return call(*args, **kwargs)
-        finally:
-            self._depths[part] -= 1
-
-    def _verified(self, part: int, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make a call that is not known for a part of a batch.
-
-        Raises:
-            ConfigError: a step made it.
-        """
-        if self._is_open and not self._depths[part]:
-            raise ConfigError(
-                f"{self._strategy}: {name} was called in a step, where each replica has counted its own chunk only. "
-                "Log the metric itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end."
-            )
-        return call(*args, **kwargs)
+def outermost_metrics(values: Sequence[nn.Module]) -> list[Metric]:
+    """The metrics that are called by themselves, each once: metrics, and the members of collections."""
+    found = dict[int, Metric]()
+    for value in values:
+        children = [child for child in value._modules.values() if child is not None]
+        found |= {id(one): one for one in ([value] if is_metric(value) else outermost_metrics(children))}
+    return list(found.values())
 
 
 def _empty_copies(slots: Sequence[nn.Module], device: torch.device | None) -> dict[int, Any]:
@@ -233,7 +236,9 @@ def finds_others(module: nn.Module, found: Sequence[int]) -> bool:
 
 def _is_mergeable(metric: Metric) -> bool:
     """Whether merging the states that were counted on parts of a batch gives the whole batch's."""
-    if takes_whole_batches(metric):
+    if why_whole(metric) is not None or any(
+        isinstance(part, _KINDS) for part in metric.modules() if part is not metric
+    ):
         return False
     if type(metric).merge_state is not Metric.merge_state:
         return True

@@ -1,6 +1,5 @@
 """The structures of all batches and results of a run, one per loader and kind of step."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,12 +10,10 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import BatchSampler
 
-from ..core.errors import PartsDiffer
 from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
 from .samples import FewSamples, loaders_in
 from .structure import BatchStructure
-from .tree import option_key
 
 _TRIED = 7
 """Samples that show what is as long as they are."""
@@ -38,24 +35,19 @@ class RunStructures:
         self._results: dict[tuple[str, int], ResultStructure] = {}
 
     def of_batch(self, trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
-        """The structure of the batch in hand.
-
-        Raises:
-            ConfigError: loaders are combined whose batches will differ in size; the message names them.
-        """
+        """The structure of the batch in hand."""
         key = (_stage(trainer), dataloader_idx)
         if key not in self._batches:
             loader: Any = getattr(trainer._active_loop, "_combined_loader", None)
             if isinstance(loader, CombinedLoader) and loader._mode == "sequential":
                 loader = loader.flattened[dataloader_idx]
-            self.verify_combined(loader, trainer.num_training_batches if trainer.training else math.inf)
-            loaders = [((), None)] if _has_hooks(trainer) else loaders_in(loader)
+            loaders = [] if _has_hooks(trainer) else loaders_in(loader)
             # of a stream that ranks read together the whole batches show more than a part of one sample
-            known = getattr(loaders[0][1], "structure", None) if [path for path, _ in loaders] == [()] else None
+            known = getattr(loaders[0], "structure", None) if len(loaders) == 1 else None
             self._batches[key] = known or self._new(loaders, trainer, dataloader_idx)
         return self._batches[key]
 
-    def _new(self, loaders: Sequence[tuple[Any, Any]], trainer: pl.Trainer, index: int) -> BatchStructure:
+    def _new(self, loaders: Sequence[Any], trainer: pl.Trainer, index: int) -> BatchStructure:
         """Make a structure of a few samples, if they can be chosen; else the first batch decides."""
         structure = BatchStructure(self.options, loaders)
         with suppress(Exception):  # code of the user's, on other batches than it is made for
@@ -88,31 +80,6 @@ class RunStructures:
     def decided(self, saved: Sequence[Sequence[Any]]) -> None:
         for step, loader, decided in saved:
             self.of_results(step, loader).decided = decided
-
-    def verify_combined(self, combined: Any, limit: float = math.inf) -> None:
-        """Refuse, before the first step, loaders whose batches differ in size at some step of the epoch.
-
-        Args:
-            limit: batches that are read at most.
-
-        Raises:
-            ConfigError: they do.
-        """
-        loaders = [
-            (path, sizes)
-            for path, loader in loaders_in(combined)
-            if self.options.get(option_key(path)) != "shared" and (sizes := _sizes(loader))
-        ]
-        for step, now in steps_side_by_side(combined, loaders, limit):
-            path, least = min(now, key=lambda one: sum(one[1]))
-            for other, size in now:
-                if any(large % small for large, small in zip(size, least, strict=True) if small):
-                    raise PartsDiffer(
-                        f"The combined loaders give {sum(least)} samples for {option_key(path)!r} and {sum(size)} "
-                        f"for {option_key(other)!r} in step {step}, no multiple, so that both can't be cut alike. "
-                        "Give them batch sizes that divide each other and drop_last=True, or set strategy.batch_dims="
-                        f"{{{option_key(other)}: none}} to give every device all of it."
-                    )
 
 
 def steps_side_by_side(

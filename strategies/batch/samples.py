@@ -15,14 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Batch, Device
-from .tree import Path, held, walk
 
 
-def loaders_in(loader: Any) -> list[tuple[Path, Any]]:
-    """Where in a batch the batches of a loader stand, or of those that a `CombinedLoader` puts into one."""
-    if isinstance(loader, CombinedLoader):
-        return [(path, value) for path, value in walk(loader.iterables, held) if held(value) is None]
-    return [((), loader)]
+def loaders_in(loader: Any) -> list[Any]:
+    """A loader, or those whose batches a `CombinedLoader` puts into one."""
+    return list(loader.flattened) if isinstance(loader, CombinedLoader) else [loader]
 
 
 class FewSamples:

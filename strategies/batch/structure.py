@@ -9,8 +9,7 @@ anything else                         shared: all chunks have it
 
 Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the number of
 rows that most tensors outside of lists have, or the loader's `batch_size` if any has as many; of tensors that are all
-in lists the rows, if they have as many (and as `batch_size`), else the length of the lists. Of loaders that are read
-side by side each has an N of its own, a multiple of the smallest.
+in lists the rows, if they have as many (and as `batch_size`), else the length of the lists.
 
 The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a
 shared tensor whose number of rows then becomes another is not cut, but refused by name.
@@ -26,7 +25,6 @@ from ._cut import Role, cut
 from .batch_dims import REDUCTIONS, DeclaredDims
 from .tree import (
     Path,
-    at,
     called,
     children,
     is_array,
@@ -63,7 +61,7 @@ class BatchStructure:
 
     Args:
         options: what `verify_batch_dims` returned.
-        loaders: that the batches are from, and where theirs stand in a batch; None for one that is not known.
+        loaders: that the batches are from, as far as they are known.
         structures: paths of what is a structure in any case: what holds the arguments of a call, say.
         root: what errors call the whole.
         prefix: what the paths of options begin with, which have no prefix for batches.
@@ -72,102 +70,61 @@ class BatchStructure:
     def __init__(
         self,
         options: Mapping[str, str] | None = None,
-        loaders: Sequence[tuple[Path, Any]] = (((), None),),
+        loaders: Sequence[Any] = (),
         structures: Sequence[Path] = (),
         root: str = "batch",
         prefix: Path = (),
     ) -> None:
         self._declared = DeclaredDims(options or {}, prefix)
-        self._paths = [path for path, _ in loaders]
-        sizes = {getattr(loader, "batch_size", None) for _, loader in loaders}
+        sizes = {getattr(loader, "batch_size", None) for loader in loaders}
         self._size = size if len(sizes) == 1 and isinstance(size := sizes.pop(), int) else None
-        self._structures = {*structures, *(path[:i] for path in self._paths for i in range(len(path)))}
+        self._structures = {*structures, *([()] if len(loaders) > 1 else [])}
         self._root = root
         self._roles: dict[tuple[Path, bool], Role] = {}
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
 
-    @property
-    def with_rows(self) -> list[Path]:
-        """Tensors that have one row per sample."""
-        return [path for (path, has_rows), role in self._roles.items() if has_rows and role == "rows"]
-
     def settle(self, batch: Batch, num: int) -> None:
-        """Decide all by a batch of a known number of samples of each loader, if it has values of that length."""
-        for path in self._paths:
-            self._decide(at(batch, path), path, num)
+        """Decide all by a batch of a known number of samples, if it has values of that length."""
+        self._decide(batch, (), num)
         if not {"rows", "list"}.intersection(self._roles.values()):  # nodes of graphs, say
             self._roles.clear()
             self._shared.clear()
 
     def num_samples(self, batch: Batch) -> int | None:
-        """Count the samples of a batch; of loaders that are read side by side those of the smallest.
+        """Decide what is new in a batch, and count its samples; None where it holds nothing to count."""
+        found = [(length(part), role) for _, part, role in self._reached(batch, ())]
+        counts = [num for num, role in found if role in ("rows", "list", "itself") and num is not None]
+        if all(role for _, role in found):
+            return min(counts, default=None)
+        num = counts[0] if counts else self._first_count(batch, ())
+        self._decide(batch, (), num)
+        return num
 
-        Returns:
-            N, or None where the batch holds nothing to count.
-
-        Raises:
-            ConfigError: values disagree on N; the message names them.
-        """
-        return min(self.counts(batch).values(), default=None)
-
-    def split(self, batch: Batch, sizes: Sizes, counts: Mapping[Path, int] | None = None) -> list[Chunk]:
+    def split(self, batch: Batch, sizes: Sizes) -> list[Chunk]:
         """Cut a batch; the table above tells what becomes of its values.
 
         Tensors are views of the batch's. An empty chunk has tensors of shape (0, ...).
 
         Args:
             batch: nested tensors, each of shape (N, ...).
-            sizes, counts: samples per chunk, which sum to N, and what `counts` has returned for the batch, if called.
+            sizes: samples per chunk; they sum to N.
 
         Returns:
             One chunk per size, in order, of the batch's own type.
 
         Raises:
-            ConfigError: a value can't be cut; the message names it.
+            PartsDiffer: a value can't be cut; the message names it.
         """
-        counts = self.counts(batch) if counts is None else counts
-        num = min(counts.values(), default=1)
-        return cut(batch, list(sizes), self._role, self._root, {path: n // num for path, n in counts.items()})
+        if not self._roles:
+            self.num_samples(batch)
+        return cut(batch, list(sizes), self._role, self._refuse)
 
-    def counts(self, batch: Batch) -> dict[Path, int]:
-        """Decide what is new in a batch, and count the samples of each loader's."""
-        counts: dict[Path, int] = {}
-        for path in self._paths:
-            if (value := at(batch, path)) is not None and (num := self._count(value, path)):
-                counts[path] = num
-        smallest = min(counts.values(), default=1)
-        for path, num in counts.items():
-            if num % smallest:
-                raise PartsDiffer(
-                    f"{called(path, self._root)} has {num} samples beside {smallest} of another loader, and is no "
-                    "multiple of them, so that both can't be cut alike. Give the combined loaders batch sizes that "
-                    f"divide each other and drop_last=True, or set strategy.batch_dims={{{self._declared.key(path)}: "
-                    "none}} to give every device all of it."
-                )
-        return counts
-
-    def _count(self, value: Any, path: Path) -> int | None:
-        """Count the samples of one loader's batch, and decide what is new in it."""
-        reached = list(self._reached(value, path))
-        if not all(role for *_, role in reached):
-            known = [length(part) for _, part, role in reached if role in ("rows", "list", "itself")]
-            num = known[0] if known else self._first_count(value, path)
-            self._decide(value, path, num)
-            reached = list(self._reached(value, path))
-        counts = [(place, length(part)) for place, part, role in reached if role in ("rows", "list", "itself")]
-        counts = [(place, count) for place, count in counts if count is not None]
-        for place, count in counts:
-            if count != counts[0][1]:
-                self._refuse(place, f"has {count} rows in a batch of {counts[0][1]} samples", counts[0][0])
-        return counts[0][1] if counts else None
-
-    def _refuse(self, path: Path, what: str, first: Path) -> None:
-        raise PartsDiffer(
-            f"{called(path, self._root)} {what} ({called(first, self._root)}), so it can't be cut along dimension 0. "
-            "Give every value of the batch one row per sample; set strategy.batch_dims="
-            f"{{{self._declared.key(path)}: none}} to give every device all of it; or put it into an object that "
-            "defines split(sizes)."
+    def _refuse(self, path: Path, what: str) -> PartsDiffer:
+        return PartsDiffer(
+            f"{called(path, self._root)} {what}. Give every value of the batch one row per sample; set "
+            f"strategy.batch_dims={{{self._declared.key(path)}: none}} to give every device all of it; or put it into "
+            "an object that defines split(sizes)."
         )
 
     def _reached(self, value: Any, path: Path) -> Iterator[_Reached]:
@@ -255,7 +212,7 @@ class BatchStructure:
         """The role of a value of a batch that was learned."""
         if (has_rows := is_array(value)) or is_sequence(value):
             if has_rows and (before := self._shared.get(path, len(value))) != len(value):
-                self._refuse(path, f"has {len(value)} rows, and had {before} in the first batch", path)
+                raise self._refuse(path, f"has {len(value)} rows, and had {before} in the first batch")
             return self._roles.get((path, has_rows), "structure")
         return "shared" if self._declared.word(path) == "shared" else "structure"
 

@@ -21,11 +21,11 @@ class PartsDiffer(ConfigError):
 
     Attributes:
         plans: what losses divide by, as far as that was found.
-        meets: whether they train alike, but must meet in the midst of a step, which micro-batches can't.
+        in_chunks: whether parts of ranks are right, and only parts of these are not.
     """
 
     plans: Any = None
-    meets: bool = False
+    in_chunks: bool = False
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

@@ -191,23 +191,21 @@ class StageLayout(Layout):
     def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
         assert self._module is not None
         assert self._microbatches is not None
-        counts = self._batch_structure.counts(batch)
-        sizes = self._sizes(batch, min(counts.values(), default=None))
+        sizes = self._sizes(batch, self._batch_structure.num_samples(batch))
         logs = self._microbatches.logs
         results = self.structures.of_results("training_step")
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        chunks = self._batch_structure.split(batch, sizes, counts)
+        chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
         steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes)
         logs.follow_metrics()
         meet = self.reader.scale if (plan := self.reader.plan).needs_all and not plan.is_linear else None
-        with logs.recording(self.reader.values, "training_step"), self.stages.reading(batch):
+        with logs.recording(self.reader.values, "training_step", sizes), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
-        logs.merge(range(len(sizes)), sizes, outputs)
         result = logs.combine(outputs, sizes, results)
         self.losses = logs.losses
         if isinstance(result, dict):

@@ -28,10 +28,9 @@ from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
-from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.loaders import positions
-from ..data.shares import RankShares, verify_side_by_side
+from ..data.shares import TRAINED, RankShares, verify_side_by_side
 from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
@@ -83,8 +82,8 @@ class RankStep(StepContract):
         weighs = weighs_in_loop(trainer)
         self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
         self._strategy.layout.reader = self.reader = LossReader(name)
-        if plans is not None and weighs:
-            self.reader.take(plans, self._module)
+        if plans and weighs:
+            self.reader.take(plans[0], self._module)
         self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
         self._count_ranks(num_ranks)
 
@@ -197,7 +196,7 @@ class RankStep(StepContract):
         if not self._is_verified:
             self._verify(args)
         if not module.automatic_optimization:
-            self._verify_parts(args[0])  # the step itself steps the optimizer
+            shares.verify_parts(self._trainer.fit_loop)  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         module_weighs = weight_in(output) is not None
@@ -208,14 +207,10 @@ class RankStep(StepContract):
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
-            self._verify_parts(args[0])
+            shares.verify_parts(self._trainer.fit_loop)
         if module.automatic_optimization and not strategy.layout.cut_by:
             reader.scale()
         return output
-
-    def _verify_parts(self, batch: Batch) -> None:
-        trainer, structures = self._trainer, self._strategy.structures
-        self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
     def verify_early(self, again: bool = False) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
@@ -224,7 +219,9 @@ class RankStep(StepContract):
         """
         if not (self._is_verified or self._was_early):
             self._was_early = True
-            self._trainer.fit_loop.setup_data()
+            loop = self._trainer.fit_loop
+            loop.setup_data()
+            verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, TRAINED, loop.max_batches)
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             self._verify((None, 0) if takes_index else (None,), again)
 
@@ -238,13 +235,13 @@ class RankStep(StepContract):
         if found.failed and again:
             self._is_verified = False
             return
-        self.reader.take(found.plans, self._module)
         self.reader.values.learn("training_step", 0, found.programs, found.constants)
-        cut, is_weighed = strategy.layout.cut_by, not all(plan.is_of_samples for plan in found.plans)
-        if cut and is_weighed and not self._module.automatic_optimization:
+        if self._module.automatic_optimization:
+            self.reader.take(found.plans[0], self._module)
+        elif self._verifies and not all(plan.is_of_samples for plan in found.plans):
             raise PartsDiffer(
-                f"{strategy.strategy_name}: {cut} and manual optimization: the loss is no mean over samples, which "
-                f"ranks can weight only where each has one device. Set {cut.partition('=')[0]}=1."
+                f"{strategy.strategy_name}: in manual optimization ranks weight a loss by samples, and one is no mean "
+                "over samples. Compute it in evener.over_batch(fn)(...), or leave out global_view=false."
             )
         if found.unused:
             strategy.sync.expect_unused()
@@ -257,6 +254,11 @@ class RankStep(StepContract):
             return strategy.sync.train(self._step_in_layout, *args, **kwargs)
 
     def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._strategy.whole_steps.where_needed("training_step"):
+            return self._run_in_layout(*args, **kwargs)
+        return self._run_in_layout(*args, **kwargs)
+
+    def _run_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
         if module.automatic_optimization and not strategy.layout.cut_by:
             step = self.reader.reading(step, self.shares.num or num_samples(args[0]) or 1)
@@ -277,6 +279,9 @@ class RankStep(StepContract):
         if not self.stands_in():
             call = partial(layout.step, step, *args, **kwargs)
             if layout.cuts_evaluation(step) or step == "predict_step":
+                with self._strategy.whole_steps.where_needed(step):
+                    return call()
+            if step == "predict_step":
                 return call()
             return self.reader.values.recorded(step, self._loader, self._module, call)
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
@@ -291,7 +296,8 @@ class RankStep(StepContract):
         if strategy.sync.evaluates_together:
             strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
         else:
-            find_evaluated(strategy, views, broadcast_object, strategy.global_rank == 0)
+            is_first, whole = strategy.global_rank == 0, strategy.whole_steps if views.chunks else None
+            find_evaluated(strategy, views, broadcast_object, is_first, whole=whole)
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
@@ -301,30 +307,10 @@ class RankStep(StepContract):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch."""
         strategy = self._strategy
-        if not (self._module.automatic_optimization or strategy.layout.cut_by):
-            self._read(loss)
         loss = self.shares.scaled(loss, weighs_in_loop(self._trainer))
         strategy.sync.begin_backward(loss)
         strategy.balance.begin_backward()
         return loss
-
-    def _read(self, loss: Tensor) -> None:
-        """Read what a loss of manual optimization divides by, right before its backward pass."""
-        reader, shares = self.reader, self.shares
-        if all(plan.is_of_samples for plan in reader.plans):
-            return
-        plan = reader.next_plan()
-        if plan.is_of_samples:
-            shares.scale = shares.weight
-            return
-        reader.parts = []
-        part = reader.part(loss, plan, shares.num or 1)
-        own = torch.as_tensor(part.weight)
-        if not plan.needs_all:
-            shares.weigh(own, self._strategy.group.mean(own), [loss.detach()])
-        else:
-            shares.scale = shares.weight
-            reader.scale(plan)
 
     @override
     def finish_backward(self) -> None:

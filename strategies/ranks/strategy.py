@@ -144,6 +144,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             others: options with which ranks compute all rows, and whether they were given.
         """
         self.global_view = view
+        self.whole_steps = WholeSteps(self.strategy_name, "on the first device of each rank", view is not False)
         given = [name for name, is_given in others.items() if is_given]
         if view is True and given:
             raise ConfigError(
@@ -300,7 +301,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if not dist.is_initialized():
             return tensor
         over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
-        return gathered(tensor, sync_grads, over_ranks)
+        return gathered(tensor, self.strategy_name, over_ranks)
 
     def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         own = tensor[:0] if tensor.dim() and self.contract.runs_for_others() else tensor
@@ -356,6 +357,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self._layer_sync = None
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
+        if self.sync.seen_ranks is None:
+            self.whole_steps.names.clear()
         self.layout.whole = self.whole_steps
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
@@ -382,14 +385,14 @@ class RankStrategy(pl_strategies.DDPStrategy):
             set_random_state(before)  # loaders are made once more
             self.trainer.fit_loop._combined_loader = None  # of one rank's samples
             self.contract.end()
-            if exc.meets:  # parts of ranks do
-                self.whole_steps.names |= STEPS
+            if exc.in_chunks:
+                self.whole_steps.take("training_step", exc)
             else:
                 self._take_whole(self.whole_sync())
-            tell_whole(self.strategy_name, exc, self.sync.computes_whole)
+                tell_whole(self.strategy_name, exc, self.sync.computes_whole)
             self._begin_loaders()
             self.sync.begin_streams()
-            self.contract.begin_run(self.trainer, exc.plans)
+            self.contract.begin_run(self.trainer, None if exc.in_chunks else exc.plans)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, and make the optimizers."""
@@ -499,7 +502,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.world_size > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self._deciders.begin(callbacks_of(self.trainer), schedulers)
-        self.layout.verify_loaders()
         self.layout.weights_changed()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams

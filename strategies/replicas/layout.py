@@ -1,6 +1,6 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
+from ..batch.whole.whole_steps import STEPS
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.mixed_devices import MixedDevices
@@ -35,7 +36,6 @@ from ..core.module_checks import (
 )
 from ..core.patching import Replacement
 from ..core.types import Batch
-from .manual import ManualSteps
 from .runner import CutsReplicas, ReplicaRunner
 
 
@@ -128,12 +128,18 @@ class ReplicaLayout(Layout):
         module, options = trainer.lightning_module, self.options
         verify_takes_batches(trainer, options.strategy, options.instead)
         verify_shapes(module)
-        manual = trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization
-        if manual and (options.submodule is not None or self.stages is not None):
+        if trainer.state.fn != TrainerFn.FITTING or module.automatic_optimization:
+            return
+        if options.submodule is not None:
             raise ConfigError(
-                f"{options.strategy}: manual optimization needs replicas of the whole module, each on one device. Use "
-                f"{options.instead}, or leave out submodule and model_parallel_size."
+                f"{options.strategy}: manual optimization has whole batches, which submodule={options.submodule} "
+                f"would cut. Use {options.instead}, or leave submodule out."
             )
+        self._info_once(
+            f"{type(module).__name__} optimizes manually, so its steps get whole batches, on the first device alone. "
+            f"{options.instead} is faster."
+        )
+        self.whole.names |= STEPS
 
     @override
     def verify_optimizer_step(self) -> None:
@@ -168,22 +174,9 @@ class ReplicaLayout(Layout):
             part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.lists,
             self.blocks if self.size > 1 else (), self.stages, options.one_by_one,
         )  # fmt: skip
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            self._runner.manual = ManualSteps(trainer, options.strategy, self.devices[0])
-            self._runner.manual.reader = self.reader
         if part is not module:
             inputs = structures.of_inputs(type(part).__name__)
             self._forward = Replacement(part, "forward", partial(self._run_submodule, inputs))
-
-    @override
-    def verify_loaders(self) -> None:
-        loop = self._trainer.fit_loop
-        if self.cuts_steps:
-            with self.whole.where_needed("training_step"):
-                self.structures.verify_combined(loop._combined_loader, self._trainer.num_training_batches)
-        if self.cuts_evaluation("validation_step"):
-            with self.whole.where_needed("validation_step"):
-                self.structures.verify_combined(loop.epoch_loop.val_loop._combined_loader)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -238,15 +231,11 @@ class ReplicaLayout(Layout):
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]
         end = end_of_step(self._module)
-        manual = self.runner.manual is not None
-        outputs, sizes = self._run("training_step", batch, rest, 0, reader=None if end or manual else self.reader)
+        outputs, sizes = self._run("training_step", batch, rest, 0, reader=None if end else self.reader)
         logs = self.runner.logs  # which a run makes anew where the module has changed
         if end is not None:
             logs.replay(sizes)
             return end(structure.join(outputs, sizes, root))
-        if manual:
-            logs.replay(sizes)
-            return structure.join(outputs, sizes, root)
         self.reader.scale()
         result = logs.combine(outputs, sizes, structure)
         self.losses = logs.losses
@@ -297,13 +286,9 @@ class ReplicaLayout(Layout):
     ) -> tuple[list[Any], list[int]]:  # fmt: skip
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_idx)
-        counts = structure.counts(batch)
-        sizes = self._sizes(self._num_samples(batch, counts))
+        sizes = self._sizes(self._num_samples(batch, structure.num_samples(batch)))
         sizes = sizes if results is None else results.unequal(sizes)
-        if self.runner.manual is not None and not sizes[0]:  # a step may change gradients, which the root has
-            sizes, first = [*sizes], next((i for i, size in enumerate(sizes) if size), 0)
-            sizes[0], sizes[first] = sizes[first], 0
-        chunks = structure.split(batch, sizes, counts)
+        chunks = structure.split(batch, sizes)
         arguments = [((chunk, *rest), {}) for chunk in chunks]
         return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
 
@@ -312,8 +297,7 @@ class ReplicaLayout(Layout):
         assert self._module is not None, "the run has not begun"
         return self._module.trainer
 
-    def _num_samples(self, batch: Batch, counts: Mapping[Any, int]) -> int:
-        num = min(counts.values(), default=0)
+    def _num_samples(self, batch: Batch, num: int | None) -> int:
         if not num:
             raise PartsDiffer(
                 f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "

@@ -113,18 +113,6 @@ class Replicas:
         self._refresh_attributes()
         return False
 
-    def follow(self, updated: Sequence[Tensor] = ()) -> None:
-        """Copy the root's parameters within a step, and which of them are trained.
-
-        Args:
-            updated: those that an optimizer has written to; others are left as they are, since graphs may need them,
-                unless they are known to have changed.
-        """
-        written = set(map(id, updated))
-        known, self._changed = self._changed, {i for i, p in enumerate(self._parameters) if id(p) in written}
-        self._refresh_parameters(in_step=True)
-        self._changed = known
-
     def before_step(self, used: Sequence[int]) -> None:
         """Remember what the root takes over from the first of the replicas that have samples."""
         self._used = list(used)
@@ -205,11 +193,11 @@ class Replicas:
         self._hooked = [bool(parameter._backward_hooks) for parameter in self._parameters]
         follow(self._parameters, self._parameter_copies, self._flows, self._one_by_one)
 
-    def _refresh_parameters(self, in_step: bool = False) -> None:
+    def _refresh_parameters(self) -> None:
         parameters, versions = self._parameters, [_version(parameter) for parameter in self._parameters]
         marked = self._changed | self._hidden_writes.take()
         frozen = [not parameter.requires_grad for parameter in parameters]
-        if not in_step and any(frozen):  # what needs no gradient and whose memory others hold, who may write to it
+        if any(frozen):  # what needs no gradient and whose memory others hold, who may write to it
             marked |= {i for i, parameter in enumerate(parameters) if frozen[i] and is_shared(parameter)}
         if marked or versions != self._versions:
             changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]

@@ -21,7 +21,6 @@ from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
 from ..core.side_streams import from_host
-from .manual import ManualSteps
 from .measurement import Measurement, Reading
 from .replicas import Replicas
 
@@ -87,8 +86,6 @@ class ReplicaRunner:
         self._measurement: Measurement | None = None
         self.has_met = False
         """Whether the replicas have met in the last step."""
-        self.manual: ManualSteps | None = None
-        """What replicas do together in steps of manual optimization; None in automatic optimization."""
         self._attach()
 
     def measure(self, memory: bool) -> Measurement:
@@ -128,8 +125,6 @@ class ReplicaRunner:
         if self.replicas.refresh():
             self.logs.close()
             self._attach()
-        if self.manual is not None:
-            self.manual.attend([self.replicas[i] for i in range(len(self.replicas))], self.replicas.follow)
         used = [i for i, size in enumerate(sizes) if size > 0]
         self.replicas.before_step(used)
         pieces = [self._piece(i, method, arguments[i], sizes, reader) for i in used]
@@ -138,7 +133,7 @@ class ReplicaRunner:
             self._measurement = None
         is_first, lists = method not in self._meets, self._own_lists(method, used, sizes)
         watching = self._warning_of_lost_attributes(method) if is_first else nullcontext()
-        recording = self.logs.recording(values or Values(), method, loader)
+        recording = self.logs.recording(values or Values(), method, sizes, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
         with watching, recording, lists, meeting:
             self._in_step = True
@@ -149,14 +144,11 @@ class ReplicaRunner:
         self.has_met = meeting.has_met
         self._meets.setdefault(method, meeting.has_met)
         self.replicas.after_step()
-        self.logs.merge(used, [sizes[i] for i in used], outputs)
         return outputs
 
     def close(self) -> None:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
-        if self.manual is not None:
-            self.manual.close()
         self.logs.close()
         self.replicas.close()
 
@@ -168,7 +160,7 @@ class ReplicaRunner:
 
     def _flows(self) -> bool:
         """Whether a backward pass is the batch's: what a step goes backward through itself stays in its replica."""
-        return not self._in_step or (self.manual is not None and self.manual.goes_backward())
+        return not self._in_step
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import evener
 from evener.strategies import (
     BalancedDataParallelStrategy,
-    ConfigError,
     DataParallelStrategy,
     DDPStrategy,
     ModelParallelStrategy,
@@ -171,7 +170,45 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [GAN, WGANGP, Closures, Accumulated])
+class OwnBackward(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, _ = self.optimizers()
+        self.generator(batch[1]).sum().backward()
+        of_generator.step()
+
+
+class OwnStep(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        of_generator, _ = self.optimizers(use_pl_optimizer=False)
+        self.manual_backward(self.generator(batch[1]).sum())
+        of_generator.step()
+
+
+class LBFGS(GAN):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().step(partial(self._closure, batch[1]))
+
+    def _closure(self, noise: Tensor) -> Tensor:
+        self.generator.zero_grad()
+        loss = self.generator(noise).square().mean()
+        self.manual_backward(loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.generator.parameters())
+
+
+class Sometimes(GAN):
+    """Steps on some chunks only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.generator(batch[1]).sum()
+        if len(batch[0]) > 2:
+            self.manual_backward(loss)
+        self.optimizers()[0].step()
+
+
+@pytest.mark.parametrize("kind", [GAN, WGANGP, Closures, Accumulated, OwnBackward, OwnStep, LBFGS, Sometimes])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_manual_optimization_trains_as_on_one_device(strategy: str, kind: type[GAN]) -> None:
     make, devices = STRATEGIES[strategy]
@@ -193,55 +230,6 @@ def test_manual_optimization_on_stages_has_whole_batches(kind: type[GAN]) -> Non
         found = _fit(kind, ModelParallelStrategy(num_microbatches=2), 2)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=EXACT)
     assert found[1] == pytest.approx(expected[1], abs=EXACT)
-
-
-class OwnBackward(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        of_generator, _ = self.optimizers()
-        self.generator(batch[1]).sum().backward()
-        of_generator.step()
-
-
-class OwnStep(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        of_generator, _ = self.optimizers(use_pl_optimizer=False)
-        self.manual_backward(self.generator(batch[1]).sum())
-        of_generator.step()
-
-
-class LBFGS(GAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.optimizers().step(lambda: self.manual_backward(self.generator(batch[1]).sum()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.generator.parameters())
-
-
-class Sometimes(GAN):
-    """Steps on some chunks only."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.generator(batch[1]).sum()
-        if len(batch[0]) > 2:
-            self.manual_backward(loss)
-        self.optimizers()[0].step()
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (OwnBackward, r"a replica has gradients of its own, of loss.backward\(\). Call self.manual_backward\(loss\)"),
-        (OwnStep, r"a replica has stepped Adam itself. Step what self.optimizers\(\) returns, without use_pl_optim"),
-        (LBFGS, r"LBFGS may call its closure several times"),
-        (
-            Sometimes,
-            r"is at manual_backward, and chunk 2 of 2, 2 of 7 samples, at optimizer.step: all parts of a batch",
-        ),
-    ],
-)
-def test_what_replicas_cannot_do_together_is_refused(kind: type[GAN], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _fit(kind, BalancedDataParallelStrategy(weights=[5, 2]), 2)
 
 
 def _fit_ranks(kinds: list[type[GAN]]) -> list[Any]:

@@ -90,7 +90,7 @@ class Accumulation:
             self._reader = LossReader("exact_accumulation")
             views, structure = Views(ranks=True, chunks=False), batch_structure(self.trainer)
             found = verified(self.trainer.strategy, views, False, args, structure=structure)
-            self._reader.take(found.plans, self.trainer.lightning_module)
+            self._reader.take(found.plans[0], self.trainer.lightning_module)
         self._reader.begin_step()
         return self._reader.reading(own, 1)(*args, **kwargs)
 

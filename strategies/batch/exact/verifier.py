@@ -37,6 +37,7 @@ from ...core.patching import Replacement, without_hooks
 from ...core.types import Batch
 from ...core.untraced_step import trial_step
 from ..losses import is_loss, weight_in
+from ..part_metrics import OfParts, outermost_metrics
 from ..run_structures import parts_are_equal
 from ..samples import FewSamples, seeded
 from ..structure import BatchStructure
@@ -67,6 +68,7 @@ class Verdict:
         programs: of logged values.
         failed: whether nothing could be compared.
         meets: whether parts met that can't meet in training.
+        in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
     """
@@ -80,6 +82,7 @@ class Verdict:
     constants: set[str] | None = None
     failed: bool = False
     meets: bool = False
+    in_chunks: bool = False
 
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -147,7 +150,7 @@ class Verifier:
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
         self._all_evaluates = not self._trains
-        self._of_ranks = self._has_met = False
+        self._of_ranks = self._has_met = self._in_chunks = False
         self._rest: Sequence[Any] = ()
         self._most = _SAMPLES
 
@@ -194,6 +197,7 @@ class Verifier:
         if fewer:  # now that the error holds no graphs
             self._most //= 2
             return self.verify(batch, views, rest)
+        verdict.in_chunks = self._in_chunks and bool(verdict.refusal)
         return verdict
 
     def _pieces(self, batch: Batch, views: Views) -> Iterator[tuple[str, int, _Piece]]:
@@ -213,6 +217,7 @@ class Verifier:
         if views.ranks:
             yield "rank", total, lambda i, j: samples.batch(i, j, self._device)
         if views.chunks:
+            self._in_chunks = views.ranks
             whole, split = samples.batch(0, total, self._device), self._structure.split
             yield "chunk", total, lambda i, j: _chunk(split, whole, i, j, total)
 
@@ -420,6 +425,9 @@ class Verifier:
             place = seat()
             return steps[0 if place is None else place.part]
 
+        def samples() -> tuple[float, float]:
+            return here().num, places[-1]
+
         def backward(loss: Tensor) -> None:
             log(f"{LOSS} {len(here().losses)}", loss)
             here().losses.append(loss)
@@ -460,6 +468,8 @@ class Verifier:
                 one.put()
             if not module.automatic_optimization:
                 _hold_optimizers(module, backward, stack)
+            for metric in outermost_metrics(list(module.children())) if len(parts) > 1 and not self._of_ranks else ():
+                stack.callback(OfParts(metric, samples, self._name).remove)
             pieces = [Piece(self._device, f"{num} samples", partial(run, batch)) for num, batch in parts]
             with _Parts(pieces, [num for num, _ in parts], state) as meeting:
                 for part in meeting.pieces:
@@ -677,7 +687,7 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
         rank_zero_warn(found.unlike)
     if found.refusal and (verifies or found.meets):
         refusal = PartsDiffer(found.refusal)
-        refusal.plans, refusal.meets = found.plans or None, found.meets
+        refusal.plans, refusal.in_chunks = found.plans or None, found.in_chunks
         raise refusal
     return found
 
@@ -711,7 +721,7 @@ def find_evaluated(
             rest += (loader,) * (num_loaders > 1)
             verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest)
         found = share(verdict)
-        if found.unlike and whole.allowed:
+        if found.unlike and whole.allowed and not views.ranks:
             found.refusal, found.unlike = found.refusal or found.unlike, ""
         with whole.where_needed(step):
             _told(found, is_first)

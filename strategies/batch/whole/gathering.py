@@ -1,4 +1,4 @@
-"""Gather tensors of all parts of a batch within a step (`self.all_gather`): each part gets the rows of all."""
+"""Gather tensors of all ranks within a step (`self.all_gather`), also where one process stands in for them."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .meeting import Seat, seat
+from ...core.errors import PartsDiffer
+from .meeting import InTurn, seat
 
 
 @dataclass
@@ -30,7 +31,7 @@ class SimulatedRanks:
     def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         """What `all_gather` returns on each; see `RankStrategy.all_gather`."""
         if self.size == 1:
-            return gathered(tensor, sync_grads, partial(torch.unsqueeze, dim=0))
+            return gathered(tensor, "", partial(torch.unsqueeze, dim=0))
         own, place = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach(), seat()
         assert place is not None
         return place.meet("all_gather", own, _of_all_ranks)
@@ -54,42 +55,23 @@ def simulated_ranks() -> SimulatedRanks | None:
     return _simulated[-1] if _simulated else None
 
 
-def gathered(tensor: Tensor, sync_grads: bool, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Gather a tensor from all parts of a batch.
+def gathered(tensor: Tensor, strategy: str, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Gather a tensor of this process's part of a batch.
 
     Args:
-        tensor: of shape (n, ...), where n may differ between parts.
-        sync_grads: whether gradients go back to the parts' tensors.
-        over_ranks: gathers the rows of this process's parts from all ranks; None for one process.
+        tensor: of shape (n, ...), where n may differ between ranks.
+        strategy: name that begins messages.
+        over_ranks: gathers the rows from all ranks; None for one process.
 
-    Returns:
-        All rows of the process's parts, of shape (N, ...), as one device has them; with ranks what `over_ranks` makes.
-        Of parts' numbers, of shape (), the mean over samples, or the sum of integers.
+    Raises:
+        PartsDiffer: a part of the process's batch calls it, which has no rows of the others.
     """
     place = seat()
-    each = over_ranks or _same
-    if place is None:
-        return each(tensor)
-    own = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach()
-    return place.meet("all_gather", own, partial(_joined, each, place))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _joined(each: Callable[[Tensor], Tensor], place: Seat, brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-    first, *others = brought.values()
-    parts = [first, *(own.to(first.device) for own in others)]
-    if first.dim():
-        whole = torch.cat(parts)
-    elif first.is_floating_point():
-        weights = torch.tensor([place.num_samples[part] for part in brought], dtype=first.dtype, device=first.device)
-        whole = torch.stack(parts) @ (weights / weights.sum())
-    else:
-        whole = torch.stack(parts).sum(0)
-    value = each(whole)
-    return {part: value.to(own.device) for part, own in brought.items()}
+    if isinstance(place, InTurn) or (place is not None and len(place.num_samples) > 1):
+        raise PartsDiffer(
+            f"{strategy}: all_gather is called on a part of a batch. Compute the loss in evener.over_batch(fn)(...)"
+        )
+    return tensor if over_ranks is None else over_ranks(tensor)
 
 
 def _of_all_ranks(brought: Mapping[int, Tensor]) -> Mapping[int, Tensor]:

@@ -144,8 +144,15 @@ def test_a_value_that_a_rank_can_not_compute_matters_only_if_it_is_used() -> Non
     assert message in str(failed[1])
 
 
-class EachDevice(Logs):
-    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+class EachDevice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = Spread().set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.spread(batch[0][:, 0])
+        self.log("spread", self.spread, on_step=True, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
 
 
 def _fit_two_devices_each() -> int:
