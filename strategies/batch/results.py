@@ -18,6 +18,7 @@ from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ..core.devices import scalar
+from ..core.errors import PartsDiffer
 from ..core.no_value import no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
@@ -174,12 +175,15 @@ class ResultStructure:
         return "sum" if path == ("loss_weight",) else self._declared.word(path)
 
     def _no_value(self, path: Path, why: str) -> Any:
-        """What raises where somebody reads it: most results are read by nobody."""
-        return no_value(
+        """What raises where somebody reads it: most results are read by nobody, but for predictions."""
+        message = (
             f"{called(path, self._step)} {why}, so that it isn't known what it is of the whole batch. Return a mean, "
             "or a tensor with one row per sample; or set strategy."
             f"batch_dims={{{self._declared.key(path)}: sum}}, mean, list, 0 (rows) or none (the same in all parts)."
         )
+        if self._step == "predict_step":
+            raise PartsDiffer(message)
+        return no_value(message)
 
 
 def is_fraction(value: Any) -> bool:

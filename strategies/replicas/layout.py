@@ -24,7 +24,7 @@ from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
 from ..batch.whole.whole_steps import STEPS
-from ..core.devices import is_accelerator
+from ..core.devices import is_accelerator, is_out_of_memory
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
@@ -269,7 +269,12 @@ class ReplicaLayout(Layout):
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         index = dataloader_index(self._trainer, rest)
         results = self.structures.of_results(name, index)
-        outputs, sizes = self._run(name, batch, rest, index, results)
+        try:
+            outputs, sizes = self._run(name, batch, rest, index, results)
+        except Exception as exc:  # no pass has shown before whether predictions can be made of parts
+            if name != "predict_step" or isinstance(exc, PartsDiffer) or is_out_of_memory(exc):
+                raise
+            raise PartsDiffer(f"{self.options.strategy}: predict_step fails on parts of a batch ({exc}).") from exc
         losses = None
         if name != "predict_step" and all(_has_loss(output) for output in outputs):
             losses = chunk_losses(outputs, sizes, self.options.strategy)

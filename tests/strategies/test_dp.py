@@ -793,3 +793,28 @@ def test_a_step_in_which_the_module_has_changed_is_logged() -> None:
         trainer.fit(module, torch.utils.data.DataLoader(torch.arange(8.0).double().reshape(4, 2), batch_size=2))
         logged.append(module.logged)
     assert logged[1] == pytest.approx(logged[0], abs=1e-12)
+
+
+class PredictsTogether(Net):
+    """Predicts one row per pair of samples, or needs four samples."""
+
+    fails = False
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        if self.fails and len(x) < 4:
+            raise ValueError("too few samples")
+        return x.sum(1) if self.fails else x[: len(x) // 2].sum(1)
+
+
+@pytest.mark.parametrize(("fails", "expected"), [(False, [1.0, 5.0]), (True, [1.0, 5.0, 9.0, 13.0, 17.0])])
+def test_predictions_that_parts_do_not_give_are_made_of_whole_batches(fails: bool, expected: list[float]) -> None:
+    # reading a prediction raised, or the step itself did
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2).double()), batch_size=5
+    )
+    module = PredictsTogether().double()
+    module.fails = fails
+    trainer = Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+    (found,) = trainer.predict(module, loader)  # type: ignore[misc]
+    assert found.tolist() == expected  # type: ignore[union-attr]

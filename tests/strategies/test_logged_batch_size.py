@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
+from pytorch_lightning.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -120,3 +121,25 @@ def test_ranks_log_what_one_device_logs(plan: str, num: int, batch_size: int) ->
     expected = fit(SingleDeviceStrategy(), 1, num, batch_size)
     for found in run_ranks(_fit_ranks, 2, num, batch_size, plan):
         assert_same(found, expected)
+
+
+class LogsPairs(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        (first,), (second,) = batch
+        self.log("value", first.mean() + 100 * second.mean())
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size"])
+def test_batches_of_two_loaders_count_by_the_first_as_in_lightning(mode: Any) -> None:
+    # 4, 4 and 1 samples beside 2, 2 and 1: 51.5, 255.5 and 408 were averaged by the smaller numbers
+    loaders = [
+        DataLoader(torch.utils.data.TensorDataset(torch.arange(float(num))[:, None]), batch_size=size)
+        for num, size in ((9, 4), (5, 2))
+    ]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    (found,) = trainer.validate(LogsPairs(), CombinedLoader(loaders, mode), verbose=False)
+    assert found["value"] == pytest.approx((4 * 51.5 + 4 * 255.5 + 408) / 9)

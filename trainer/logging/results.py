@@ -190,8 +190,12 @@ class LeanResults(_ResultCollection):
     def _count_samples(self) -> int:
         if self.batch_size is None and self.batch is not None:
             self.batch_size = _rows(self.batch)
-        if self.batch_size is None and self.batch is not None:  # as the batch is cut where its tensors disagree
-            if len({size for size in _extract_batch_size(self.batch) if size is not None}) > 1:
+        if self.batch_size is None and self.batch is not None:
+            sizes = [size for size in _extract_batch_size(self.batch) if size is not None]
+            loader: Any = getattr(self.trainer._active_loop, "_combined_loader", None)
+            if loader is not None and loader._mode != "sequential" and len(loader.flattened) > 1:
+                self.batch_size = next(iter(sizes), None)  # of several loaders the first one's count, as in Lightning
+            elif len(set(sizes)) > 1:  # as the batch is cut where its tensors disagree
                 with suppress(ConfigError):
                     structure = batch_structure(self.trainer, self.dataloader_idx or 0)
                     self.batch_size = structure.num_samples(self.batch) or None
