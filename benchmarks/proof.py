@@ -83,7 +83,7 @@ SECTIONS = {
     ),
     "wall_time": Section(
         "Wall time of a GPT of 10 million parameters",
-        "benchmarks/real_models.py --models GPT --ranks 1 --rounds 3 --steps 8",
+        "benchmarks/real_models.py --models GPT --ranks 1 --rounds 3 --steps 8 --seconds SECONDS",
         0.2,
     ),
     "gpus": Section("What only GPUs show", "benchmarks/gpu_check.py", 1.0),

@@ -1,6 +1,7 @@
 """Measure samples per second of three usual models, by hand and with each framework, on one device and on two ranks.
 
-    python benchmarks/real_models.py [--models NAME ...] [--ranks 1 2] [--rounds 5] [--steps 10] [--device cuda]
+    python benchmarks/real_models.py [--models NAME ...] [--ranks 1 2] [--rounds 5] [--steps 10] [--seconds S]
+        [--device cuda]
 
 | model | data |
 |---|---|
@@ -209,7 +210,7 @@ def serve(framework: str, steps: int, device: str, requests: Connection) -> None
 
 
 def measure(
-    names: list[str], models: list[str], ranks: list[int], rounds: int, steps: int, device: str
+    names: list[str], models: list[str], ranks: list[int], rounds: int, steps: int, device: str, seconds: float
 ) -> Iterator[tuple[str, Any]]:
     """Yield each model on each number of ranks, and the seconds per step by framework; a text is an error."""
     context, servers = multiprocessing.get_context("fork"), {}
@@ -217,12 +218,18 @@ def measure(
         mine, theirs = context.Pipe()
         context.Process(target=serve, args=(name, steps, device, theirs), daemon=False).start()
         servers[name] = mine
+    share_s = seconds / len(ranks) / len(models)
     for num, model in product(ranks, models):
         cell: dict[str, Any] = {name: [] for name in names}
-        for _, name in product(range(rounds), names):
-            servers[name].send((model, num))
-            cell[name].append(servers[name].recv())
-            print(f"{model}, {num} ranks, {name}: {cell[name][-1]}", file=sys.stderr)
+        since, took_s = time.monotonic(), 0.0
+        for done in range(rounds):
+            if took_s * (done + 1) > share_s * max(1, done):  # another round would end too late
+                break
+            for name in names:
+                servers[name].send((model, num))
+                cell[name].append(servers[name].recv())
+                print(f"{model}, {num} ranks, {name}: {cell[name][-1]}", file=sys.stderr)
+            took_s = time.monotonic() - since
         yield f"{model}, {'one device' if num == 1 else f'{num} ranks'}", cell
     for server in servers.values():
         server.send(None)
@@ -249,18 +256,21 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=1e6, help="for all; rounds that would end later are left out")
     parser.add_argument("--device", default="cpu", choices=BATCH)
     parser.add_argument("--json", type=Path, help="file for the seconds of every round")
     given = parser.parse_args()
     since, names, found = time.monotonic(), [name for name in CONTENDERS if name in installed()], {}
     print("| samples/s; multiple of the loop | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|", sep="\n")
-    for row, cell in measure(names, given.models, given.ranks, given.rounds, given.steps, given.device):
+    options = given.rounds, given.steps, given.device, given.seconds
+    for row, cell in measure(names, given.models, given.ranks, *options):
         found[row] = cell
         print(line(row, cell, BATCH[given.device]), flush=True)
         if given.json:
             given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     name = torch.cuda.get_device_name() if given.device == "cuda" else machine()
-    print(f"\n{name}. {given.rounds} rounds, {time.monotonic() - since:.0f} s.")
+    rounds = min(len(times) for cell in found.values() for times in cell.values())
+    print(f"\n{name}. {rounds} rounds, {time.monotonic() - since:.0f} s.")
 
 
 if __name__ == "__main__":
