@@ -23,7 +23,7 @@ def words(*only: str) -> dict[str, str]:
 
 
 def test_a_few_silent_bugs_are_not_evener_s() -> None:
-    names = ("ranks_tokens", "ranks_uneven", "resume_second_epoch")
+    names = ("accumulated_mask", "ranks_tokens", "ranks_uneven", "resume_second_epoch")
     assert words(*names) == dict.fromkeys(names, "exact")
 
 

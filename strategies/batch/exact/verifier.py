@@ -130,12 +130,14 @@ class Verifier:
         step: name of the module's method; of a step of evaluation only what it logs is compared.
         loader: index of the one whose samples are taken.
         together: whether all ranks verify, whose steps are exchanges.
+        accumulates: whether the parts are batches of one optimizer step, none of which waits for the others' numbers.
     """
 
     def __init__(
         self, strategy: Any, structure: BatchStructure, step: str = "training_step", loader: int = 0,
-        together: bool = False,
+        together: bool = False, accumulates: bool = False,
     ) -> None:  # fmt: skip
+        self._accumulates = accumulates
         self._module: pl.LightningModule = strategy.lightning_module
         self._name, self._structure, self._step, self._loader = strategy.strategy_name, structure, step, loader
         devices = {parameter.device for parameter in self._module.parameters()}
@@ -314,6 +316,8 @@ class Verifier:
             return OF_SAMPLES, "the loss is computed by hooks, in passes that no rank joins in"
         name = f"{LOSS} {call}"
         plans = [OF_SAMPLES] if given else proposals(whole, cuts, name)
+        if self._accumulates:
+            plans = [plan for plan in plans if not plan.needs_all]
         expected, unlike_whole, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
         for last in plans:
             try:
@@ -659,7 +663,7 @@ def verified(
         args: arguments of the first training step.
         share: gives all ranks what the first has found.
         is_first: whether this is the first rank.
-        structure: cuts batches; None for the strategy's.
+        structure: cuts batches, of accumulated ones; None for the strategy's.
         again: whether a module that can't be compared yet will be tried again.
 
     Raises:
@@ -668,7 +672,8 @@ def verified(
     verdict: Verdict | None = None
     if is_first:
         try:
-            verifier = Verifier(strategy, structure or strategy.structures.of_batch(strategy.lightning_module.trainer))
+            own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
+            verifier = Verifier(strategy, own, accumulates=structure is not None)
         except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
             return _told(share(Verdict([], str(exc))), is_first)
         verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})
