@@ -1,6 +1,8 @@
 """Kill ranks at drawn points, and measure what it costs and whether training is the same.
 
-    python benchmarks/goodput.py --kills 90 --ranks 4 --seed 0              # survivors go on in place
+    python benchmarks/goodput.py --kills 200 --ranks 4 --seed 0             # survivors go on in place
+    python benchmarks/goodput.py --kills 98 --ranks 8 --per-run 7 --seed 1  # of eight ranks seven die
+    python benchmarks/goodput.py --kills 100 --ranks 4 --seed 2 --doubles 1 # a second one within 0.2 s of the first
     python benchmarks/goodput.py --kills 9 --ranks 4 --restarts 9           # all ranks are started anew
     python benchmarks/goodput.py --ranks 4 --cost 5                         # steps without failures, with and without
 
@@ -235,6 +237,7 @@ def main() -> None:
     parser.add_argument("--cost", type=int, default=0, help="instead, interleaved runs without failures, so many each")
     parser.add_argument("--doubles", type=float, default=0.2, help="of failures, those within 0.2 s of another")
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the runs to do, of all that are drawn")
+    parser.add_argument("--plan", nargs="*", help="the kills of each run, instead of drawn ones: point:times:rank")
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -252,6 +255,11 @@ def fail(given: Any, home: Path) -> int:
         number += 1
         options = drawn_options(dice)
         plan = drawn_plan(given.ranks, min(given.per_run, given.kills - done), dice, given.doubles)
+        if given.plan:
+            plan = [
+                {"number": i, "rank": int(rank), "point": point, "times": int(times), "delay_s": 0.0, "signal": KILL}
+                for i, (point, times, rank) in enumerate(one.split(":") for one in given.plan)
+            ]
         if given.only and number not in given.only:
             done += len(plan)
             continue

@@ -156,11 +156,14 @@ class Agent:
 
     def wait(self, pids: Mapping[int, int], timeout_s: float) -> None:
         """Wait until a process ends or a rank rings; meanwhile kill ranks that are frozen, and form groups."""
-        poll, descriptors = select.poll(), [os.pidfd_open(pid) for pid in pids.values()]
+        looks, descriptors = select.poll(), list[int]()
+        looks.register(self.board.bells[-1], select.POLLIN)
         try:
-            for descriptor in (*descriptors, self.board.bells[-1]):
-                poll.register(descriptor, select.POLLIN)
-            poll.poll(1000 * min(timeout_s, LOOK_S))
+            with suppress(ProcessLookupError):  # one that has ended, and has been waited for already
+                for pid in pids.values():
+                    descriptors.append(os.pidfd_open(pid))
+                    looks.register(descriptors[-1], select.POLLIN)
+                looks.poll(1000 * min(timeout_s, LOOK_S))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

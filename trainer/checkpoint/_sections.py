@@ -132,7 +132,9 @@ class Sections:
         loop, strategy = self._trainer.fit_loop.epoch_loop, self._trainer.strategy
         if self._trainer.training and loop._results.pending is not None:
             self._trainer._logger_connector.exchange_early(loop._results)
-        self._survivor.commit(self._record())
+        ends = self._calls.now()
+        self._survivor.commit(self._record(ends))
+        self._calls.ends = ends
         strategy.sync.settle()
         self._num_counted += 1
         self._works.clear()
@@ -147,12 +149,12 @@ class Sections:
         self._works.clear()
         self._calls.end()
 
-    def _record(self) -> bytes:
+    def _record(self, ends: list[int]) -> bytes:
         state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
         record = io.BytesIO()
         pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-        pickler.dump((state, self._calls.ends()))
+        pickler.dump((state, ends))
         return record.getvalue()
 
     def _go_on(self) -> None:
@@ -186,7 +188,7 @@ class Sections:
                 take_over()
             self._calls.take_over(left[0][1])
             self._is_first = True
-        survivor.ready(self._record())
+        survivor.ready(self._record(self._calls.ends))
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
@@ -298,13 +300,17 @@ def _containers(space: dict[str, Any]) -> list[tuple[Any, Any]]:
 
 
 class _LoggerCalls:
-    """Has each call of `log_metrics` since a section began count once, though the section is done again."""
+    """Has each call of `log_metrics` since a section began count once, though the section is done again.
+
+    Attributes:
+        ends: where the files ended before the section; empty on ranks other than the first.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._done: list[Any] = []
         self._due: list[Any] = []
-        self._ends: list[int] = []
+        self.ends: list[int] = []
         self._is_new = True
         for number, logger in enumerate(trainer.loggers):
             logger.log_metrics = self._once(number, logger.log_metrics)
@@ -321,24 +327,22 @@ class _LoggerCalls:
 
         return once
 
-    def ends(self) -> list[int]:
-        """Where the files end, with all that was logged; empty on ranks other than the first."""
-        if self._is_new and self._trainer.is_global_zero:
-            self._ends = journal.ends(self._trainer.loggers)
-        self._is_new = False
-        return self._ends
+    def now(self) -> list[int]:
+        """Where the files end, with all that was logged."""
+        is_new, self._is_new = self._is_new, False
+        return journal.ends(self._trainer.loggers) if is_new and self._trainer.is_global_zero else self.ends
 
     def keep(self) -> None:
         self._done, self._due = [], []
 
     def restore(self) -> None:
-        self._due = self._done.copy()
+        self._due, self._is_new = self._done.copy(), True
 
     def take_over(self, ends: list[int]) -> None:
         """Continue the files of the first rank from where they ended before the section."""
         journal.go_on(self._trainer.loggers, ends)
         self.keep()
-        self._is_new = True
+        self.ends = ends
 
     def end(self) -> None:
         """Leave the loggers as they were."""

@@ -1,6 +1,7 @@
 """Ranks go on without one that dies: a short form of `benchmarks/goodput.py`, and what is refused."""
 
 import re
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -24,18 +25,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "words",
+    ("words", "kills"),
     [
-        "--kills 3 --seed 7",
-        "--kills 3 --seed 8",
-        "--kills 51 --seed 11 --only 17",  # a validation whose values were lost, as times were not logged again
+        ("--kills 3 --seed 7", "3"),
+        ("--kills 3 --seed 8", "3"),
+        ("--kills 51 --seed 11 --only 17", "3"),  # a validation's values were lost, as times were not logged again
+        ("--kills 2 --seed 43 --plan validating:5:1 saving:4:0", "2"),  # in one section; its values came twice
     ],
 )
-def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str) -> None:
+def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
     done = warm_python.run(PROGRAM, "--ranks", "4", *words.split(), timeout=550)
     table = dict(re.findall(r"^\| (.+) \| (.+) \|$", done.stdout, re.MULTILINE))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (table["failures"], table["runs that differ"]) == ("3", "0")
+    assert (table["failures"], table["runs that differ"]) == (kills, "0")
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,11 @@ def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
             Connecting(store, 0, 2, timeout=timedelta(seconds=2))
     finally:
         PEER_LOST.clear()
+
+
+def test_the_command_does_not_wait_for_a_rank_that_has_been_waited_for() -> None:
+    board = Board(1)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    Agent(board).wait({0: process.pid}, 60.0)
+    board.close()
