@@ -473,7 +473,7 @@ def test_a_hook_at_the_end_of_a_step_gets_the_outputs_of_the_whole_batch(num_dev
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`")
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "model_parallel"])
 def test_a_module_may_leave_out_a_step_of_its_base_class(strategy: str) -> None:
     # it was a TypeError: the step's signature was read
     module = Net().double()

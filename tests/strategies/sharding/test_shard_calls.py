@@ -4,6 +4,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from regression import Net, Numbered, quiet_trainer, weights, whole
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 from evener.strategies.distributed import group
@@ -280,15 +282,21 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
 
 
 class OnFirstRank(Net):
+    def __init__(self, writer: SummaryWriter | None) -> None:
+        super().__init__()
+        self.writer = writer
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.is_global_zero:
-            self.net[0].weight.detach().norm()
+            weight = self.net[0].weight.detach()
+            weight.norm() if self.writer is None else self.writer.add_histogram("weight", weight)
 
 
-def _on_first_rank() -> str:
+def _on_first_rank(folder: Path | None) -> str:
     group.PATIENCE_S = 1.0
+    module = OnFirstRank(None if folder is None else SummaryWriter(str(folder)))
     try:
-        quiet_trainer(FSDPStrategy(timeout_s=60), 2).fit(OnFirstRank(), DataLoader(Numbered(12), 2))
+        quiet_trainer(FSDPStrategy(timeout_s=60), 2).fit(module, DataLoader(Numbered(12), 2))
     except ConfigError as error:
         return str(error)
     return ""
@@ -299,5 +307,13 @@ def test_a_norm_that_one_rank_asks_for_alone_is_refused_with_where_the_others_ar
     assert re.match(
         r"Rank 0 uses a whole tensor of which each rank has a part, at test_shard_calls.py:\d+ in on_train_batch_end, "
         r"but rank 1 is at .*\. All ranks must make such a call",
-        run_script(_on_first_rank),
+        run_script(_on_first_rank, None),
+    )
+
+
+def test_a_histogram_of_a_shard_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    # the other rank waited until the timeout
+    told = run_script(_on_first_rank, tmp_path)
+    assert told.startswith(
+        "fsdp: `cpu` is called with a parameter, gradient or optimizer state, of which this rank has"
     )
