@@ -198,12 +198,34 @@ def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refuse
     loop: Any = SimpleNamespace(_combined_loader=combined, max_batches=3)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(2, 4)
-    shares.verify_parts(loop)
+    shares.verify_parts(loop, None)
     shares.begin_batch(combined, 0)
     with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
-        shares.verify_parts(loop)
+        shares.verify_parts(loop, None)
     shares.begin_batch(combined, 0)
     assert shares.current == Share(1, 3)
+
+
+def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:
+    # A collate function that leaves samples out gave a mean over fewer than the loss was weighted by, without a word.
+    shares = RankShares(2, "ddp")
+    loop: Any = SimpleNamespace(_combined_loader=None, max_batches=9)
+
+    def read(num: int, batch: Any, places: Any = ((),)) -> None:
+        shares.current = Share(num, 2 * num)
+        shares.verify_parts(loop, batch, lambda: places)
+
+    places = [("x",), ("y",)]
+    for num in (5, 5, 4, 5):
+        read(num, {"x": torch.ones(num, 6), "y": torch.ones(num)}, places)
+    with pytest.raises(ConfigError, match=r"this rank has read 5 samples, but their batch has 4 rows"):
+        read(5, {"x": torch.ones(4, 6), "y": torch.ones(4)}, places)
+    shares.knows_parts = False
+    for num, boxes in ((2, 2), (4, 7), (2, 4)):  # boxes, at first as many as samples by chance
+        read(num, {"x": torch.ones(boxes, 3), "y": torch.ones(num)}, places)
+    shares.knows_parts = False
+    for num in (5, 3):  # of a stream nothing is known
+        read(num, torch.ones(5, num, 6), ())
 
 
 def test_a_wrapper_that_has_taken_over_the_layers_and_the_forward_of_a_module_runs_its_own_in_a_replica() -> None:

@@ -84,6 +84,11 @@ class BatchStructure:
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
 
+    @property
+    def with_rows(self) -> list[Path]:
+        """Tensors that have one row per sample."""
+        return [path for (path, has_rows), role in self._roles.items() if has_rows and role == "rows"]
+
     def settle(self, batch: Batch, num: int) -> None:
         """Decide all by a batch of a known number of samples, if it has values of that length."""
         self._decide(batch, (), num)

@@ -1,6 +1,6 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..batch.losses import WeighedLoss
 from ..batch.run_structures import steps_side_by_side
+from ..batch.tree import Path, at
 from ..core.errors import ConfigError, PartsDiffer
+from ..core.types import Batch
 from .loaders import Source, source_of
 from .sampling import RankBatches, Share
 
@@ -46,6 +48,7 @@ class RankShares:
         self.weighed_losses: list[WeighedLoss] = []
         self.knows_parts = False
         self._parts: set[float] = set()
+        self._rows_at: list[Path] = []
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
 
@@ -111,8 +114,11 @@ class RankShares:
             return loss * scale.to(loss)
         return loss if scale == 1.0 else loss * torch.as_tensor(scale, dtype=loss.dtype)
 
-    def verify_parts(self, loop: Any) -> None:
-        """Refuse training loaders of which this rank has unequal parts.
+    def verify_parts(self, loop: Any, batch: Batch, with_rows: Callable[[], Sequence[Path]] = tuple) -> None:
+        """Refuse training loaders of which this rank has unequal parts, and a batch with other rows than its share.
+
+        Args:
+            with_rows: returns which tensors of a batch are known to have one row per sample; asked at the first batch.
 
         Raises:
             ConfigError: no weight of this rank's loss is right.
@@ -120,11 +126,33 @@ class RankShares:
         if not self.knows_parts:
             verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
             self.knows_parts = True
+            known = with_rows() if self.current is not None and self._num_ranks > 1 else ()
+            self._rows_at = [place for place in known if _num_rows(batch, place) == self.num]
         if len(self._parts) > 1:
             raise ConfigError(
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
+        rows = self.num
+        while self._rows_at and self.counts and rows is not None:
+            rows = _num_rows(batch, self._rows_at[0])
+            if rows == self.num:
+                return
+            self._rows_at.pop(0)  # it had as many by chance
+            if rows is not None and not self._rows_at:
+                raise ConfigError(
+                    f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows} rows, so "
+                    "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "
+                    'return {"loss": loss, "loss_weight": n} from training_step.'
+                )
+
+
+def _num_rows(batch: Batch, place: Path) -> int | None:
+    """The rows of a tensor of a batch; None if another one has none there."""
+    try:
+        return at(batch, place).shape[0]
+    except (KeyError, IndexError, AttributeError):  # a batch of another structure
+        return None
 
 
 def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most: float = inf) -> None:

@@ -28,6 +28,7 @@ from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
+from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.loaders import positions
 from ..data.shares import TRAINED, RankShares, verify_side_by_side
@@ -196,7 +197,7 @@ class RankStep(StepContract):
         if not self._is_verified:
             self._verify(args)
         if not module.automatic_optimization:
-            shares.verify_parts(self._trainer.fit_loop)  # the step itself steps the optimizer
+            self._verify_parts(args[0])  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         module_weighs = weight_in(output) is not None
@@ -207,10 +208,14 @@ class RankStep(StepContract):
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
         else:
-            shares.verify_parts(self._trainer.fit_loop)
+            self._verify_parts(args[0])
         if module.automatic_optimization and not strategy.layout.cut_by:
             reader.scale()
         return output
+
+    def _verify_parts(self, batch: Batch) -> None:
+        trainer, structures = self._trainer, self._strategy.structures
+        self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
     def verify_early(self, again: bool = False) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
