@@ -106,7 +106,7 @@ def test_a_compiled_step_whose_loss_must_be_read_is_told_to_run_uncompiled(caplo
     reader, module = LossReader("ddp"), Net()
     module._compiler_ctx = {"compiler": "dynamo"}
     with caplog.at_level("INFO"):
-        reader.take([OF_SAMPLES], module)
+        reader.take(OF_SAMPLES, module)
         assert caplog.text == ""
-        reader.take([Plan(Program((Leaf((), 0, "sum", (), torch.float32),), (), None), 0)], module)
+        reader.take(Plan(Program((Leaf((), 0, "sum", (), torch.float32),), (), None), 0), module)
     assert "ddp: training steps run uncompiled, since what their loss divides by can't be read" in caplog.text
