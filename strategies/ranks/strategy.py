@@ -366,6 +366,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         verify_shapes(trainer.lightning_module)
         self.contract.begin_run(trainer)
         if self.sync.evaluates_together and trainer.state.fn == TrainerFn.FITTING:
+            self.precision_plugin.convert_module(self.module)  # as it trains; Lightning does so once more
             self._choose_sync()
         self._place(trainer)
         for optimizer in self.optimizers:

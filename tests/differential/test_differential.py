@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from late_device import needs_late_device
 
-from .cases import Batches, Case, Loading, Optimization, Options, Spread, brief
+from .cases import Batches, Case, Loading, Optimization, Options, Returns, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
 from .observe import observe_on_late_devices
@@ -145,6 +145,15 @@ def test_toggled_optimizers_may_share_a_graph_under_fsdp(hunt: Hunt) -> None:
     # What was toggled off between two backward passes of one graph has no gradient, of which the layout was asked.
     spread = Spread("fsdp", 2, (("batch_size_is", "global"),))
     verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), spread)
+    assert verdict.word == "equal", verdict.reason
+
+
+@pytest.mark.timeout(200)
+def test_a_sum_is_exact_under_fsdp_in_a_precision_that_is_not_the_modules(hunt: Hunt) -> None:
+    # What a loss divides by was looked for in the module's own precision, where its step failed on the samples.
+    spread = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
+    case = Case(returns=Returns(train="sum"), options=Options(precision="64-true"), dtype="float32")
+    verdict = hunt.judge(case, spread)
     assert verdict.word == "equal", verdict.reason
 
 
