@@ -229,7 +229,7 @@ BOUNDS = {
     "three values logged": 17,  # -12; 3165
     "three values logged, with logger and checkpoint": 17,  # -12; 3264
     "typical": 28,  # -2 when this was written; some twenty with Python 3.10
-    "rich": 75,  # 52, most of them Lightning's own scheduler and learning rate monitor
+    "rich": 95,  # 72 (77 where steps are slow), most of them Lightning's own scheduler and learning rate monitor
     "validation": 24,  # 8; 1334
 }
 """Calls that a batch may cost beyond those of the hand-written loop: some twenty or thirty more than it does cost."""
