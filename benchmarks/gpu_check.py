@@ -316,7 +316,7 @@ def stages_overlap(devices: list[str]) -> str:
         return clock.ms_per_step()
 
     whole, parts = ms(1), ms(8)
-    # 1.78 is the ideal, of which the late device reaches 0.94 where copies take as long as operations (docs/gpu.md)
+    # 1.78 is the ideal, of which the late device reaches 0.94 where copies take as long as operations (docs/dev/gpu.md)
     assert whole / parts > 1.5, f"{whole:.0f} ms in one piece, {parts:.0f} ms in 8 micro-batches"
     return f"{whole:.0f} ms in one piece, {parts:.0f} ms in 8 micro-batches"
 

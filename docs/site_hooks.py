@@ -6,9 +6,10 @@ Mermaid's blocks become the pictures that `drawings.py` has drawn of them. The p
 conf/, which `reference.py` reads.
 """
 
+import os
 import re
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.plugins import event_priority
@@ -49,7 +50,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead links to their pages on the site, drop those that have none, and add the files of conf/ to their page."""
     sources = {page: name for name, page in ADDED.items()}
-    folder = (ROOT / sources.get(page.file.src_uri, "docs/README.md")).parent
+    folder = (ROOT / sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent
     if folder == ROOT:
         markdown = markdown.replace("](docs/images/", "](images/")
     markdown = BLOCK.sub(
@@ -64,6 +65,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         found = ADDED.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else None)
         if found is None or not (found in sources or (ROOT / "docs" / found).is_file()):
             return text
-        return f"[{text}]({found}{anchor and '#'}{anchor})"
+        link = os.path.relpath(found, PurePosixPath(page.file.src_uri).parent)
+        return f"[{text}]({link}{anchor and '#'}{anchor})"
 
     return _LINK.sub(lead, markdown) + ("\n" + files_of_conf() if page.file.src_uri == "configuration.md" else "")

@@ -115,13 +115,13 @@ def test_the_sites_reference_has_the_options_of_every_file_with_their_meaning() 
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
-@pytest.mark.parametrize("page", [*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")], ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
     broken = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
     assert broken == []
 
 
-PROSE = [*DOCS.glob("*.md"), *(DOCS.parent / "examples").rglob("*.md"), *DOCS.parent.glob("[!C]*.md")]
+PROSE = [*DOCS.rglob("*.md"), *(DOCS.parent / "examples").rglob("*.md"), *DOCS.parent.glob("[!C]*.md")]
 PATH = re.compile(r"(?<![\w./-])(?:trainer|strategies|conf|examples|tests|benchmarks|docs)/[\w./*<>-]*\w")
 NOT_OURS = {
     "conf/module/mine.yaml",
@@ -166,14 +166,14 @@ TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)::(test_\w+)`")
 
 
 def test_every_pain_has_one_row_with_a_test() -> None:
-    page = (DOCS / "pains.md").read_text(encoding="utf-8")
+    page = (DOCS / "dev" / "pains.md").read_text(encoding="utf-8")
     assert [int(number) for number in ROW.findall(page)] == list(range(1, 43))
     rows = [line for line in page.splitlines() if ROW.match(line)]
     assert [row for row in rows if not TEST.search(row)] == []
 
 
 def test_every_test_of_a_pain_exists() -> None:
-    named = TEST.findall((DOCS / "pains.md").read_text(encoding="utf-8"))
+    named = TEST.findall((DOCS / "dev" / "pains.md").read_text(encoding="utf-8"))
     assert len(named) > 42
     missing = [
         f"{file}::{test}"
@@ -216,7 +216,7 @@ def test_every_quoted_sentence_is_in_the_source() -> None:
 
 def test_the_site_names_every_page() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    names = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} | {"index.md", "pages.md"}
+    names = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"} | {"index.md", "pages.md"}
     missing = [name for name in names if f": {name}\n" not in site]
     assert not missing
 
@@ -251,7 +251,7 @@ def test_every_drawing_of_the_pages_is_current() -> None:
 
 def test_the_index_names_every_page() -> None:
     index = (DOCS / "README.md").read_text(encoding="utf-8")
-    pages = {page.name for page in DOCS.glob("*.md")} - {"README.md"}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
     assert {page for page in pages if f"]({page})" not in index} == set()
 
 

@@ -14,7 +14,7 @@ PAGES = [
     ROOT / "README.zh.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "examples" / "user_project" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 _PROGRAM = r"(?:python3?|pip|pytest|torchrun|srun|tensorboard|ruff|basedpyright|evener)"

@@ -1,4 +1,4 @@
-"""Write the zoo's table of verdicts: `python tests/zoo/table.py docs/zoo.md`, about ten minutes on two cores.
+"""Write the zoo's table of verdicts: `python tests/zoo/table.py docs/dev/zoo.md`, about ten minutes on two cores.
 
 Rows that say WRONG, CRASHED, REFUSED LATE or HUNG are defects of today, and stand until the table is written anew.
 """
@@ -30,7 +30,7 @@ float32). **refused**: an error of ours before the first optimizer step. Any oth
 `model_parallel`: 2 stages and 2 micro-batches. **equal¹**: but for the values of single steps, which under ranks are
 rank 0's own, as in Lightning.
 
-Written by `python tests/zoo/table.py docs/zoo.md` in an environment of its own, with {versions}:
+Written by `python tests/zoo/table.py docs/dev/zoo.md` in an environment of its own, with {versions}:
 
 ```bash
 pip install torch==2.13.0 -e ".[test,zoo]"

@@ -5,7 +5,7 @@
 has another accelerator for good.
 
 It shows placement, order, overlap on a virtual clock, memory and what makes the host wait. It has no kernels of its
-own, no NCCL, no speed: `docs/gpu.md` says what that leaves open.
+own, no NCCL, no speed: `docs/dev/gpu.md` says what that leaves open.
 """
 
 import contextlib

@@ -61,7 +61,7 @@ CANNOT_RUN = {
         "needs Lightning's own tests"
     ),
     "python tests/libraries/libraries.py terratorch": "needs terratorch",
-    "python tests/zoo/table.py docs/zoo.md": "needs the packages of the extra zoo",
+    "python tests/zoo/table.py docs/dev/zoo.md": "needs the packages of the extra zoo",
     "pip install --no-deps --no-build-isolation torch_linear_assignment": "needs a network",
     "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
     "pytest -m slow tests/zoo": "runs tests, as this does",
