@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,38 +124,27 @@ def _is_needed(record: logging.LogRecord) -> bool:
     return not any(text in record.getMessage() for text in REDUNDANT)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """What ended a run.
+def failure(cfg: DictConfig, rank: int, num_processes: int = 1, **told: Any) -> Result:
+    """The result of a run that has failed.
 
     Args:
-        reason: one sentence, or the exception's name and text.
-        trace: the whole traceback; empty if the reason is a sentence for users.
-        short: the same without the frames of libraries.
-        refused: whether an option or the module can't be honoured.
+        **told: `reason` and other fields.
     """
+    told.setdefault("num_restarts", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    return Result(
+        cfg.mode, strategy_name(cfg), [], num_processes, cfg.run_dir, monitor=cfg.monitor, status=FAILED,
+        failed_rank=rank, failed_at=time.strftime("%Y-%m-%d %H:%M:%S"), environment=environment(()), **told,
+    )  # fmt: skip
 
-    rank: int
-    reason: str
-    trace: str = ""
-    short: str = ""
-    refused: bool = False
 
-    @classmethod
-    def of(cls, exc: BaseException, rank: int) -> "Failure":
-        """Describe an exception; of a KeyboardInterrupt Lightning makes a SystemExit."""
-        if isinstance(exc, SystemExit) and isinstance(exc.__context__, KeyboardInterrupt):
-            exc = exc.__context__
-        sentence = sentence_of(exc)
-        if sentence is not None:
-            return cls(rank, sentence, refused=isinstance(exc, (ConfigError, MisconfigurationException)))
-        trace = "".join(traceback.format_exception(exc))
-        return cls(rank, _last_line(exc), trace, users_frames(exc, "train.log has them"))
-
-    @property
-    def told(self) -> str:
-        """The frames of the user's code and the reason; without traceback, the reason."""
-        return self.short or self.reason
+def described(exc: BaseException) -> dict[str, Any]:
+    """Describe an exception for `failure`; of a KeyboardInterrupt Lightning makes a SystemExit."""
+    if isinstance(exc, SystemExit) and isinstance(exc.__context__, KeyboardInterrupt):
+        exc = exc.__context__
+    if (sentence := sentence_of(exc)) is not None:
+        return {"reason": sentence, "refused": isinstance(exc, (ConfigError, MisconfigurationException))}
+    trace = "".join(traceback.format_exception(exc))
+    return {"reason": _last_line(exc), "trace": trace, "frames": users_frames(exc, "train.log has them")}
 
 
 def _last_line(exc: BaseException) -> str:
@@ -213,54 +201,33 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
     return f"{text}\n({left_out} frames of libraries are left out; {rest}.)" if left_out else text
 
 
-def report(cfg: DictConfig, failure: Failure, num_processes: int = 1) -> bool:
+def report(failed: Result) -> bool:
     """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
 
     Returns:
         Whether this is the first failure; mostly it is the reason of the others.
     """
-    is_first, told = True, None
+    is_first, first = True, None
     with suppress(OSError):  # a full disk must not hide the reason
-        is_first = _result(cfg, failure, num_processes).write_first()
-    with suppress(OSError, ValueError, TypeError):
-        told = None if is_first else Result.read(cfg.run_dir).reason
-    with suppress(OSError):
-        if is_first:
-            whole = failure.trace.rstrip()
-            frames = f"\n\n{whole}" if whole not in ("", failure.short) else ""
-            _log(cfg, f"rank {failure.rank} failed: {failure.told}{frames}")
-        elif told != failure.reason:
-            _log(cfg, f"rank {failure.rank} failed too: {failure.told}")
+        is_first = failed.write_first()
+        first = None if is_first else Result.of_failure(failed.run_dir, failed.num_restarts)
+    if is_first:
+        whole = failed.trace.rstrip()
+        _log(failed, f"failed: {failed.told}" + (f"\n\n{whole}" if whole not in ("", failed.frames) else ""))
+    elif first is None or first.reason != failed.reason:
+        _log(failed, f"failed too: {failed.told}")
     return is_first
 
 
-def report_killed(cfg: DictConfig, failure: Failure, num_processes: int) -> None:
+def report_killed(failed: Result) -> None:
     """Write the failure of a rank that could not report it, which is the reason of those that others have reported."""
     with suppress(OSError):
-        _result(cfg, failure, num_processes).write()
-        _log(cfg, f"rank {failure.rank} failed: {failure.reason}")
+        failed.write()
+    _log(failed, f"failed: {failed.reason}")
 
 
-def _result(cfg: DictConfig, failure: Failure, num_processes: int) -> Result:
-    return Result(
-        mode=cfg.mode,
-        strategy=strategy_name(cfg),
-        devices=[],
-        num_processes=num_processes,
-        run_dir=cfg.run_dir,
-        monitor=cfg.monitor,
-        status=FAILED,
-        reason=failure.reason,
-        failed_rank=failure.rank,
-        refused=failure.refused,
-        failed_at=time.strftime("%Y-%m-%d %H:%M:%S"),
-        num_restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        environment=environment(()),
-    )
-
-
-def _log(cfg: DictConfig, text: str) -> None:
+def _log(failed: Result, text: str) -> None:
     """Append to the run's log, which handlers of rank 0 only write to."""
-    record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
-    with (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
-        file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
+    told = {"name": __name__, "levelname": "ERROR", "msg": f"rank {failed.failed_rank} {text}"}
+    with suppress(OSError), (Path(failed.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
+        file.write(f"{logging.Formatter(FORMAT).format(logging.makeLogRecord(told))}\n")

@@ -62,6 +62,8 @@ class Result:
         status: `finished`; `diverged` if all steps were taken, but the weights contain nan; or `failed`. Of a failed
             run there are the reason, mode, strategy, directory and environment only.
         reason: why the run failed, in one sentence or as the exception's name and text.
+        frames: the traceback without the frames of libraries; empty if the reason is a sentence for users.
+        trace: all of the traceback.
         failed_rank: the rank that failed first.
         failed_at: local time of the failure.
         num_restarts: restarts of the processes by their launcher before the failure.
@@ -89,11 +91,18 @@ class Result:
     peak_memory_mib: list[float] = field(default_factory=list[float])
     status: str = FINISHED
     reason: str | None = None
+    frames: str = ""
+    trace: str = ""
     failed_rank: int | None = None
     failed_at: str | None = None
     num_restarts: int = 0
     refused: bool = False
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def told(self) -> str:
+        """Why the run failed: the frames of the user's code and the reason; without traceback, the reason."""
+        return self.frames or str(self.reason)
 
     def write(self) -> Path:
         """Write `result.json` into the run directory atomically, and return its path."""
@@ -114,7 +123,8 @@ class Result:
             return False
         try:
             with file:
-                is_first = not self._is_told()  # by a rank whose claim has become the result
+                # by a rank whose claim has become the result
+                is_first = self.of_failure(self.run_dir, self.num_restarts) is None
                 file.write(_json(self))
         except OSError:
             claim.unlink(missing_ok=True)
@@ -125,11 +135,13 @@ class Result:
             claim.unlink()
         return is_first
 
-    def _is_told(self) -> bool:
-        """Whether another rank of this start has written its result."""
+    @classmethod
+    def of_failure(cls, run_dir: str | Path, num_restarts: int) -> "Result | None":
+        """Why the processes of one start have failed; None if none of them has told."""
         with suppress(OSError, ValueError, TypeError):
-            return self.read(self.run_dir).num_restarts == self.num_restarts
-        return False
+            told = cls.read(run_dir)
+            return told if told.status == FAILED and told.num_restarts == num_restarts else None
+        return None
 
     def _repr_html_(self) -> str:
         from .summary import as_html

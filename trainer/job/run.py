@@ -3,7 +3,6 @@
 import os
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from ..config.instantiate import constructor, instantiate, module_and_data
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
-from .log_file import Failure, is_stop, report, run_log
+from .log_file import described, failure, is_stop, report, run_log
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
 from .signals import graceful_stop, tell_stop
 from .tuning import with_batch_size, with_learning_rate
@@ -68,11 +67,8 @@ class Run:
     rank: int = 0
     num_processes: int = 1
 
-    def execute(self, on_failure: Callable[[Failure], None] = lambda _: None) -> Result:
+    def execute(self) -> Result:
         """Run `cfg.mode`; what ends it is told once, in the run's log and in `result.json`.
-
-        Args:
-            on_failure: called with the failure of the first rank that fails.
 
         Returns:
             The result, which rank 0 also writes to the run directory.
@@ -89,15 +85,14 @@ class Run:
                 if is_stop(exc):
                     tell_stop(exc)
                     raise
-                failure = Failure.of(exc, self.rank)
-                if not report(self.cfg, failure, self.num_processes):
-                    raise WorkerError(f"rank {self.rank} failed too: {failure.reason}", failure.trace) from exc
-                on_failure(failure)
+                failed = failure(self.cfg, self.rank, self.num_processes, **described(exc))
+                if not report(failed):
+                    raise WorkerError(f"rank {self.rank} failed too: {failed.reason}", failed.trace) from exc
                 if isinstance(exc, Exception):
                     raise
                 code = exc.code if isinstance(exc, SystemExit) else None
                 status = code if isinstance(code, int) and code else 1
-                raise WorkerError(failure.told, failure.trace, self.rank, status) from exc
+                raise WorkerError(failed.told, failed.trace, self.rank, status) from exc
 
 
 def run(cfg: DictConfig) -> Result:

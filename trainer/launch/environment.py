@@ -1,25 +1,15 @@
-"""Set environment variables of worker processes, name the files that they leave, and lock the run directory."""
+"""Set environment variables of worker processes, and lock the run directory."""
 
 import errno
 import fcntl
 import os
 import socket
-import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ...strategies.core.errors import ConfigError
-
-PARENT = "EVENER_PARENT_PID"
-"""Environment variable that holds the process id of a worker's parent."""
-
-FAILURE_FILE = "failure.json"
-"""The file of an attempt in which the first rank that fails says why."""
-
-ENDED_FILE = "ended{}"
-"""The file of an attempt that is there once a rank has ended in order, and has told why."""
 
 
 @contextmanager
@@ -33,11 +23,6 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
         for name in variables:
             os.environ.pop(name, None)
         os.environ.update(before)
-
-
-def importable() -> str:
-    """This process's module search path, so that its children find the modules next to the user's `train.py`, too."""
-    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 LOCK_FILE = ".lock"

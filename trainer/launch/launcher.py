@@ -3,17 +3,13 @@
 Workers are started anew after a failure; why a run has failed is reported.
 """
 
-import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -23,17 +19,18 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, forking, handled
+from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, handled
 from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
-from ..job.log_file import Failure, report_killed, run_log
+from ..job.log_file import failure, report_killed, run_log
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
 from ..job.signals import Interrupted, loss, tell_stop
 from . import cluster, worker
-from .environment import ENDED_FILE, FAILURE_FILE, PARENT, environment, importable, locked
+from .environment import environment, locked
+from .worker import ENDED_FILE, starting
 
 
 def launch(cfg: DictConfig) -> Result:
@@ -102,8 +99,6 @@ _ALONE = {"devices_per_process": 1, "shard_optimizer": False, "compression": Non
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-
 END_S = 30.0
 """Seconds that the others have to end after a worker has failed."""
 
@@ -158,8 +153,6 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as under torchrun
-        PARENT: str(os.getpid()),
-        "PYTHONPATH": importable(),
     }
     with scratch_directory() as scratch, environment(variables):
         workers = Workers(cfg, num_processes, scratch, forks)
@@ -181,6 +174,7 @@ class Workers(RankProcesses):
         forks: whether they are forked from this process.
 
     Attributes:
+        attempt: the number of the last start of all, from 0.
         folder: what those of the last attempt leave.
         processes: its processes, one per rank.
         requests: what signals have asked for.
@@ -189,7 +183,7 @@ class Workers(RankProcesses):
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
         super().__init__(cfg.launcher.monitor_interval_s, END_S)
-        self.num_processes, self.folder = num_processes, scratch
+        self.num_processes, self.folder, self.attempt = num_processes, scratch, 0
         self.requests = StopRequests()
         self.ended_at_once = False
         self._cfg, self._scratch, self._forks = cfg, scratch, forks
@@ -202,16 +196,17 @@ class Workers(RankProcesses):
             The rank that failed first, in the last attempt; None if none did.
         """
         failed = None
-        if not self._forks:
-            (self._scratch / CONFIG_FILE).write_text(OmegaConf.to_yaml(self._cfg, resolve=True), encoding="utf-8")
         for attempt in range(self._cfg.launcher.max_restarts + 1):
+            self.attempt = attempt
+            if told := Result.of_failure(self._cfg.run_dir, attempt - 1):
+                sys.stderr.write(f"rank {told.failed_rank} failed: {told.told}\n")
             self.folder = self._scratch / str(attempt)
             self.folder.mkdir()
             with hosted_store() as place:
                 if self._cfg.launcher.get("survive", False):
                     self._agent = Agent(Board(self.num_processes))
                 try:
-                    self._start(attempt, place)
+                    self._start(place)
                     failed = self.join(lambda: self.requests.signum is not None)
                 finally:
                     self.end(signal.SIGKILL)
@@ -222,10 +217,10 @@ class Workers(RankProcesses):
                 break
         return failed
 
-    def _start(self, attempt: int, place: Mapping[str, str]) -> None:
+    def _start(self, place: Mapping[str, str]) -> None:
         ranks = {
             "WORLD_SIZE": self.num_processes, "LOCAL_WORLD_SIZE": self.num_processes, "GROUP_RANK": 0,
-            "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": attempt,
+            "GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RUN_ID": os.getpid(), "TORCHELASTIC_RESTART_COUNT": self.attempt,
             "TORCHELASTIC_MAX_RESTARTS": self._cfg.launcher.max_restarts,
         }  # fmt: skip
         variables = {**place, **{name: str(value) for name, value in ranks.items()}}
@@ -233,22 +228,17 @@ class Workers(RankProcesses):
         # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
         try:
-            with forking() if self._forks else nullcontext():
+            with starting(self._forks) as context:
                 for rank in map(str, range(self.num_processes)):
-                    self.processes.append(self._start_one({**variables, "RANK": rank, "LOCAL_RANK": rank}))
+                    own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+                    arguments = (self._cfg, self.folder, own, None if self._agent is None else self._agent.board)
+                    process = context.Process(target=worker.run, args=arguments)
+                    process.start()
+                    self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.requests.signum is not None:
             self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
-
-    def _start_one(self, variables: dict[str, str]) -> Process:
-        if self._forks:
-            arguments = (self._cfg, self.folder, variables, None if self._agent is None else self._agent.board)
-            process: BaseProcess = multiprocessing.get_context("fork").Process(target=worker.run_forked, args=arguments)
-            process.start()
-            return process
-        words = [sys.executable, "-m", worker.__name__, str(self._scratch / CONFIG_FILE), str(self.folder)]
-        return subprocess.Popen(words, env={**os.environ, **variables})
 
     @override
     def _failed(self) -> int | None:
@@ -304,7 +294,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
             "more seconds."
         )
-        report_killed(cfg, Failure(0, reason), workers.num_processes)
+        report_killed(failure(cfg, 0, workers.num_processes, reason=reason, num_restarts=workers.attempt))
         return WorkerError(reason)
     else:
         tell_stop(ended)
@@ -317,14 +307,13 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     status = status_of(process) or 0
     if is_stop(status):
         return Interrupted(status - 128)
-    told = workers.folder / FAILURE_FILE
-    if not (workers.has_ended(rank) and told.exists()):
+    told = Result.of_failure(cfg.run_dir, workers.attempt)
+    if told is None or not workers.has_ended(rank):
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
-        killed = Failure(rank, f"{how} (process {process.pid})")
-        report_killed(cfg, killed, workers.num_processes)
-        return WorkerError(f"rank {rank} failed: {killed.reason}", rank=rank)
-    first = Failure(**json.loads(told.read_text(encoding="utf-8")))
-    if first.refused:
-        return ConfigError(first.reason)
-    own = status_of(workers.processes[first.rank]) or 0  # another's may have been seen first
-    return WorkerError(f"rank {first.rank} failed: {first.told}", first.trace, first.rank, own if own > 0 else status)
+        reason = f"{how} (process {process.pid})"
+        report_killed(failure(cfg, rank, workers.num_processes, reason=reason, num_restarts=workers.attempt))
+        return WorkerError(f"rank {rank} failed: {reason}", rank=rank)
+    if told.refused:
+        return ConfigError(told.told)
+    own = status_of(workers.processes[first := told.failed_rank or 0]) or 0  # another's may have been seen first
+    return WorkerError(f"rank {first} failed: {told.told}", told.trace, first, own if own > 0 else status)

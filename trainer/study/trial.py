@@ -1,4 +1,4 @@
-"""Try one strategy: run a few steps of the user's training in a process of its own, `python -m` of this file.
+"""Try one strategy: run a few steps of the user's training in a process of its own.
 
 The run leaves its result, and what the probe has measured, in the trial's folder.
 """
@@ -6,7 +6,6 @@ The run leaves its result, and what the probe has measured, in the trial's folde
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
@@ -24,14 +23,13 @@ from ...strategies import ConfigError
 from ...strategies.batch.losses import loss_weight
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.rng import generator_state
-from ...strategies.distributed.process_exit import die_with_parent
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
 from ..callbacks import RunSummary
 from ..config.checks import LaunchPlan, verify_config
 from ..job.result import FAILED, Result, discard_result
-from ..launch.environment import PARENT, importable
-from ..launch.launcher import launch
+from ..launch.launcher import can_fork, launch
+from ..launch.worker import begin, starting
 
 PROBE_FILE = "probe.json"
 
@@ -119,7 +117,7 @@ def random_streams(devices: list[torch.device]) -> list[Tensor]:
     return [generator_state(device) for device in dict.fromkeys([torch.device("cpu"), *devices])]
 
 
-CONFIG_FILE, OUTPUT_FILE = "config.yaml", "output.log"
+OUTPUT_FILE = "output.log"
 OK, REFUSED = "ok", "refused"
 
 
@@ -184,38 +182,30 @@ def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
     """
     try:
         verify_config(cfg)
-        LaunchPlan.of(cfg)
+        plan = LaunchPlan.of(cfg)
     except ConfigError as exc:
         return Trial(strategy, REFUSED, str(exc))
-    folder = write_config(cfg)
-    words = [sys.executable, "-m", "evener.trainer.study.trial", str(folder / CONFIG_FILE)]
-    variables = {**os.environ, PARENT: str(os.getpid()), "PYTHONPATH": importable()}
-    with (folder / OUTPUT_FILE).open("wb") as output:
-        try:  # its workers end with it
-            ended = subprocess.run(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, timeout=timeout_s
-            )
-        except subprocess.TimeoutExpired:
-            return Trial(strategy, FAILED, f"it did not finish within compare.timeout_s={timeout_s:g} seconds")
-    return Trial.read(folder, strategy, f"its process ended with status {ended.returncode}")
-
-
-def write_config(cfg: DictConfig) -> Path:
-    """Write a trial's configuration into its folder, without the result of an earlier trial there."""
     folder = Path(cfg.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     discard_result(folder)
-    (folder / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
-    return folder
+    with starting(can_fork(plan)) as context:
+        process = context.Process(target=execute, args=(cfg, folder / OUTPUT_FILE))
+        process.start()
+    try:
+        process.join(timeout_s)
+    finally:
+        if (status := process.exitcode) is None:
+            process.kill()  # its workers end with it
+            process.join()
+    if status is None:
+        return Trial(strategy, FAILED, f"it did not finish within compare.timeout_s={timeout_s:g} seconds")
+    return Trial.read(folder, strategy, f"its process ended with status {status}")
 
 
-def execute(config_file: Path) -> None:
-    """Run a trial's configuration in this process and its workers."""
-    cfg = OmegaConf.load(config_file)
-    assert isinstance(cfg, DictConfig)
+def execute(cfg: DictConfig, output: Path) -> None:
+    """Run a trial's configuration in this process and its workers; what they print goes to a file."""
+    sys.stdout = sys.stderr = output.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    begin()
     launch(cfg)
-
-
-if __name__ == "__main__":
-    die_with_parent(int(os.environ[PARENT]))  # which may be gone already
-    execute(Path(sys.argv[1]))

@@ -23,8 +23,9 @@ from omegaconf import DictConfig
 
 from evener.trainer import compose
 from evener.trainer.cli import tool
+from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
-from evener.trainer.study.trial import CONFIG_FILE, Trial, execute, write_config
+from evener.trainer.study.trial import Trial
 
 COMMANDS = commands()
 
@@ -200,7 +201,8 @@ def num_processes(words: list[str], cfg: DictConfig) -> int:
 
 def in_this_process(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
     """As `run_trial`, without a process of its own."""
-    execute(write_config(cfg) / CONFIG_FILE)
+    Path(cfg.run_dir).mkdir(parents=True)
+    launch(cfg)
     return Trial.read(Path(cfg.run_dir), strategy, "")
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
-from evener.trainer.job.log_file import Failure, report, users_frames
+from evener.trainer.job.log_file import failure, report, users_frames
 from evener.trainer.job.result import WorkerError
 from evener.trainer.job.run import Run
 
@@ -105,11 +105,15 @@ def cfg(tmp_path: Path) -> DictConfig:
     return cfg
 
 
+def report_of(cfg: DictConfig, rank: int, reason: str, num_processes: int = 1, **told: str) -> bool:
+    return report(failure(cfg, rank, num_processes, reason=reason, **told))
+
+
 def test_of_several_ranks_the_first_gives_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
     trace = "Traceback\nKeyError: 1"
-    assert report(cfg, Failure(1, "KeyError: 1", f"{trace}\n", trace), num_processes=3)
-    assert not report(cfg, Failure(0, "KeyError: 1", f"{trace}\n", trace), num_processes=3)
-    assert not report(cfg, Failure(2, "RuntimeError: rank 1 is gone"), num_processes=3)
+    assert report_of(cfg, 1, "KeyError: 1", 3, trace=f"{trace}\n", frames=trace)
+    assert not report_of(cfg, 0, "KeyError: 1", 3, trace=f"{trace}\n", frames=trace)
+    assert not report_of(cfg, 2, "RuntimeError: rank 1 is gone", 3)
     result = Result.read(tmp_path)
     assert (result.failed_rank, result.reason, result.num_processes) == (1, "KeyError: 1", 3)
     text = (tmp_path / "train.log").read_text()
@@ -121,9 +125,9 @@ def test_of_several_ranks_the_first_gives_the_reason(tmp_path: Path, cfg: DictCo
 def test_a_restarted_run_has_the_reason_of_its_last_failure(
     tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert report(cfg, Failure(1, "KeyError: 1"))
+    assert report_of(cfg, 1, "KeyError: 1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert report(cfg, Failure(0, "KeyError: 2"))
+    assert report_of(cfg, 0, "KeyError: 2")
     result = Result.read(tmp_path)
     assert (result.failed_rank, result.reason, result.num_restarts) == (0, "KeyError: 2", 1)
 
@@ -140,7 +144,7 @@ def test_without_hard_links_the_first_rank_still_gives_the_reason(
 
     def fails(rank: int) -> bool:
         start.wait(60)
-        return report(cfg, Failure(rank, f"rank {rank} broke"), 8)
+        return report_of(cfg, rank, f"rank {rank} broke", 8)
 
     with ThreadPoolExecutor(8) as pool:
         first = [rank for rank, is_first in zip(ranks, pool.map(fails, ranks), strict=True) if is_first]
@@ -157,13 +161,13 @@ def test_a_result_that_cannot_be_written_leaves_the_reason_in_the_log(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Result, "write_first", full)
-    report(cfg, Failure(1, "rank 1 broke"), 2)
+    report_of(cfg, 1, "rank 1 broke", 2)
     assert "rank 1 failed: rank 1 broke" in (tmp_path / "train.log").read_text()
 
 
 def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
     cfg.run_dir = str(tmp_path / "gone")
-    assert report(cfg, Failure(0, "KeyError: 1"))
+    assert report_of(cfg, 0, "KeyError: 1")
 
 
 def test_a_rank_that_fails_after_another_says_no_more_than_that(
@@ -173,7 +177,7 @@ def test_a_rank_that_fails_after_another_says_no_more_than_that(
         raise KeyError("of rank 1")
 
     monkeypatch.setattr("evener.trainer.job.run.run", fails)
-    assert report(cfg, Failure(0, "KeyError: 'of rank 0'"), num_processes=2)
+    assert report_of(cfg, 0, "KeyError: 'of rank 0'", 2)
     with pytest.raises(WorkerError, match=r"^rank 1 failed too: KeyError: 'of rank 1'$"):
         Run(cfg, rank=1, num_processes=2).execute()
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-import warm_python
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,23 +23,10 @@ from evener.trainer import compose, train
 from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
-from evener.trainer.launch.environment import PARENT
+from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
-from evener.trainer.study.trial import (
-    CONFIG_FILE,
-    DRAWS,
-    FAILED,
-    OK,
-    REFUSED,
-    Probe,
-    Trial,
-    execute,
-    is_synced,
-    median_rate,
-    run_trial,
-    write_config,
-)
+from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Probe, Trial, is_synced, median_rate, run_trial
 
 
 class Fair(pl.LightningModule):
@@ -110,8 +94,9 @@ def tried(tmp_path: Path, strategy: str, *overrides: str, module: str = "Fair", 
     folder = tmp_path / strategy
     trial = OmegaConf.merge(compare.trial_config(cfg, strategy, folder), {"strategy": options})
     assert isinstance(trial, DictConfig)
+    folder.mkdir()
     with contextlib.suppress(Exception):  # which is in its result
-        execute(write_config(trial) / CONFIG_FILE)
+        launch(trial)
     return Trial.read(folder, strategy, "it has left nothing")
 
 
@@ -185,19 +170,10 @@ def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
-    trial = run_trial(compare.trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.5)
-    assert (trial.status, trial.reason) == (FAILED, "it did not finish within compare.timeout_s=0.5 seconds")
-    left = [
-        p for p in psutil.Process().children(recursive=True) if "evener.trainer.study.trial" in " ".join(p.cmdline())
-    ]
-    assert left == []
-
-
-def test_a_trial_whose_command_was_killed_while_it_started_ends() -> None:
-    gone = warm_python.run("-c", "import os; print(os.getpid())").stdout.strip()
-    trial = warm_python.run("-m", "evener.trainer.study.trial", "a trial's file", env={**os.environ, PARENT: gone})
-    assert trial.returncode == -signal.SIGKILL
+    cfg, before = config(tmp_path), psutil.Process().children()
+    trial = run_trial(compare.trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.05)
+    assert (trial.status, trial.reason) == (FAILED, "it did not finish within compare.timeout_s=0.05 seconds")
+    assert psutil.Process().children() == before
 
 
 def test_the_command_compares_in_processes_of_their_own(
