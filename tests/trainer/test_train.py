@@ -19,8 +19,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.trainer import ConfigError, Result, compose, train
-from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
+from evener.trainer.cli.train import run_job
 
 SHORT = ["accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
 

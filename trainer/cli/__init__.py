@@ -1,5 +1,5 @@
 """The command: read the command line, run the mode, show the result.
 
-Exports: main, tool, job, train.
+Exports: main, tool, train.
 May import: every other room, except loops, logging and callbacks.
 """

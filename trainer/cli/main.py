@@ -138,11 +138,11 @@ def run(source: Source, config_name: str) -> None:
         try:
             verify_early(cfg)
             from ...strategies.distributed.process_exit import freeze_for_good
-            from .job import check_job, run_job
+            from .train import run_job
 
             freeze_for_good()
             gc.enable()
-            return check_job(cfg) if only_check else run_job(cfg)
+            return run_job(cfg, only_check, in_sweep())
         except Exception as exc:
             if in_sweep():  # of which Hydra reports which job failed
                 raise
@@ -162,7 +162,7 @@ def run(source: Source, config_name: str) -> None:
     if (started_by := launcher()) is None:
         run_hydra()
     else:
-        from .job import run_under
+        from .train import run_under
 
         gc.enable()
         run_under(started_by, run_hydra)

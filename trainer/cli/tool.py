@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..config.group_files import first_sentence
-from ..job import tables
+from ..job import summary
 from . import main as command
 from ._help import entry
 
@@ -146,11 +146,11 @@ def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
     source = command.Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else None
     sources = [command.PACKAGE, *([source] if source else [])]
-    table = tables.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
+    table = summary.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
     for found in sources:
         for name in found.files("strategy"):
             table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
-    tables.show(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
+    summary.show(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
 
 
 def env() -> None:

@@ -1,25 +1,110 @@
-"""Compose a configuration, check it and run it: `train(cfg)`. The command line is in `main.py`."""
+"""Run a command's jobs: check a configuration, and run its mode. `main.py` reads the command line.
 
-from collections.abc import Sequence
+Under a launcher rank 0 alone runs the command, and publishes its jobs.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 from rich.console import Console
 
 from ...strategies import ConfigError
+from ...strategies.distributed.process_exit import die_with_parent
 from ..config.checks import leave_out_defaults, strategy_name, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.plain_values import verify_own_data
 from ..job.earlier_run import module_of_run
-from ..job.result import Result
-from ..job.summary import show_summary
+from ..job.result import DIVERGED, Result
+from ..job.run import Run
+from ..job.summary import show, show_summary
+from ..launch import cluster
 from ..launch.launcher import launch
 from ._help import composition_sentence, incomplete
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""
+
+
+def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> None:
+    """Run the command in a rank of a launcher: Hydra on rank 0, and the jobs that it publishes on every other."""
+    if isinstance(started_by, TorchElasticEnvironment):
+        die_with_parent()  # torch's agent leaves its workers behind when it is killed
+    rank = started_by.global_rank()
+    try:
+        if rank == 0:
+            sys.argv[1:] = cluster.resolved_words(sys.argv[1:], started_by)
+            if run_dir := cluster.earlier_run_dir(started_by):
+                sys.argv.append(f"hydra.run.dir={run_dir}")
+            run_hydra()
+        else:
+            while (cfg := cluster.receive(started_by)) is not None:
+                Run(cfg, rank, started_by.world_size()).execute()
+    finally:
+        with suppress(ConfigError):  # of the launcher, refused already
+            cluster.leave(started_by)
+
+
+def run_job(cfg: DictConfig, only_check: bool = False, in_sweep: bool = False) -> float | None:
+    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
+
+    Args:
+        only_check: say that the configuration is valid instead.
+        in_sweep: whether other jobs follow.
+
+    Raises:
+        SystemExit: the weights contain nan. In a sweep the other jobs go on.
+    """
+    if only_check:
+        cfg = check(cfg)
+        named = [f"{key}={cfg[key].get('_target_')}" for key in ("module", "data", "strategy") if cfg.get(key)]
+        sys.stdout.write(f"The configuration is valid: {', '.join(named)}, devices={cfg.devices}.\n")
+        return None
+    alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
+    if alone and cluster.detect() is not None:
+        raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")
+    if cfg.mode in ADVISORY_MODES:
+        return advise(prepare(cfg))
+    if alone:
+        from ..study.search import Search
+
+        home = cfg.run_dir if inside_hydra(cfg) else default_run_dir(cfg)
+        return Search(cfg, Path(home).absolute()).execute(train)
+    if OmegaConf.select(cfg, "extras.print_config"):
+        sys.stdout.write(OmegaConf.to_yaml(cfg, resolve=True))
+    result = train(cfg)
+    show_summary(result, cfg.log_dir)
+    if result.status == DIVERGED and not in_sweep:
+        sys.exit(
+            "Error: Training diverged: the weights contain nan. Lower the learning rate or set "
+            "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
+        )
+    return result.monitored
+
+
+def advise(cfg: DictConfig) -> None:
+    """Run `mode=compare` or `mode=plan` of a resolved configuration (`prepare`), and print the result."""
+    if (cfg.get("data") or {}).get("batch_size") == "auto":
+        raise ConfigError(
+            f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
+        )
+    if cfg.mode == "compare":
+        from ..study.compare import compare_strategies, show_comparison
+
+        show_comparison(compare_strategies(cfg), cfg.run_dir)
+    else:
+        from ..plan.plan import is_measured, measure, plan_memory
+        from ..plan.table import measured_lines, show_plan
+
+        measured, planned = is_measured(cfg), plan_memory(cfg)
+        show_plan(planned)
+        if measured:
+            show(None, measured_lines(planned, measure(cfg, planned.strategy)))
 
 
 def train(cfg: DictConfig) -> Result:

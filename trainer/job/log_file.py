@@ -210,7 +210,7 @@ def report(failed: Result) -> bool:
     is_first, first = True, None
     with suppress(OSError):  # a full disk must not hide the reason
         is_first = failed.write_first()
-        first = None if is_first else Result.of_failure(failed.run_dir, failed.num_restarts)
+        first = None if is_first else Result.of_failure(failed.run_dir)
     if is_first:
         whole = failed.trace.rstrip()
         _log(failed, f"failed: {failed.told}" + (f"\n\n{whole}" if whole not in ("", failed.frames) else ""))

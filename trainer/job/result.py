@@ -114,33 +114,20 @@ class Result:
         return path
 
     def write_first(self) -> bool:
-        """Write `result.json`, unless another rank of this start of the processes has; return whether this one did."""
-        path = Path(self.run_dir) / RESULT_FILE
-        claim = path.with_name(f".{RESULT_FILE}.{self.num_restarts}.tmp")
+        """Write `result.json`, unless another rank has; return whether this one did."""
         try:
-            file = claim.open("x", encoding="utf-8")  # a hard link would need a file system that has them
+            with (Path(self.run_dir) / RESULT_FILE).open("x", encoding="utf-8") as file:
+                file.write(_json(self))
         except FileExistsError:
             return False
-        try:
-            with file:
-                # by a rank whose claim has become the result
-                is_first = self.of_failure(self.run_dir, self.num_restarts) is None
-                file.write(_json(self))
-        except OSError:
-            claim.unlink(missing_ok=True)
-            raise
-        if is_first:
-            claim.replace(path)
-        else:
-            claim.unlink()
-        return is_first
+        return True
 
     @classmethod
-    def of_failure(cls, run_dir: str | Path, num_restarts: int) -> "Result | None":
-        """Why the processes of one start have failed; None if none of them has told."""
+    def of_failure(cls, run_dir: str | Path) -> "Result | None":
+        """Why a run has failed; None if none of its processes has told."""
         with suppress(OSError, ValueError, TypeError):
             told = cls.read(run_dir)
-            return told if told.status == FAILED and told.num_restarts == num_restarts else None
+            return told if told.status == FAILED else None
         return None
 
     def _repr_html_(self) -> str:
@@ -159,9 +146,8 @@ class Result:
 
 
 def discard_result(run_dir: str | Path) -> None:
-    """Remove the result of an earlier run in the same directory, and what one that was killed had of it."""
-    for path in (Path(run_dir) / RESULT_FILE, *Path(run_dir).glob(f".{RESULT_FILE}.*.tmp")):
-        path.unlink(missing_ok=True)
+    """Remove the result of an earlier run, or of an earlier start of the processes, in the same directory."""
+    (Path(run_dir) / RESULT_FILE).unlink(missing_ok=True)
 
 
 def write_json(outcome: Any, path: Path) -> None:

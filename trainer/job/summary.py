@@ -1,12 +1,14 @@
-"""Print the summary table of a finished run."""
+"""Print tables on the console, and the one of a finished run."""
 
 import html
 import math
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from . import tables
 from .result import DIVERGED, Result, short_path
 
 NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
@@ -72,7 +74,7 @@ def is_shown(name: str, result: Result) -> bool:
 def show_summary(result: Result, log_dir: str = "logs") -> None:
     """Print the summary table, the paths of the run, and the command that opens TensorBoard."""
     ended = "diverged: its weights contain nan" if result.status == DIVERGED else "finished"
-    table = tables.new_table(f"{result.mode} {ended}", ("what", "value"), text=("what",), folded=("value",))
+    table = new_table(f"{result.mode} {ended}", ("what", "value"), text=("what",), folded=("value",))
     table.show_header = False
     for label, value in summary_rows(result):
         table.add_row(label, Text(value))
@@ -83,4 +85,31 @@ def show_summary(result: Result, log_dir: str = "logs") -> None:
     lines = [f"{label:<{width}}  {path}" for label, path in paths.items()]  # a path that is cut can't be pasted
     if any(Path(result.run_dir).glob("events.out.tfevents.*")):
         lines.append(f"tensorboard --logdir {log_dir}")
-    tables.show(table, lines, width=80)
+    show(table, lines, width=80)
+
+
+def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), folded: Collection[str] = ()) -> Table:
+    """Make a table of numbers, aligned to the right; `text` to the left, `folded` also over several lines."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        left = heading in text or heading in folded
+        table.add_column(heading, justify="left" if left else "right", overflow="fold", no_wrap=heading not in folded)
+    return table
+
+
+def show(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> None:
+    """Print a table, if there is one, and lines below it that are not wrapped.
+
+    A table without folded columns is printed whole, however narrow the console is; one with them is `width` characters
+    wide if the output is not a terminal.
+    """
+    console = Console()
+    if table is not None:
+        if all(column.no_wrap for column in table.columns):
+            whole = console.measure(table, options=console.options.update(width=200)).maximum
+            console.width = max(console.width, whole)
+        elif not (console.is_terminal or console.is_jupyter):
+            console.width = width
+        console.print(table)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

@@ -69,19 +69,13 @@ def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_node
         )
 
 
-def publish(cluster: ClusterEnvironment, cfg: DictConfig | None) -> None:
-    """Send a job's resolved configuration to the other ranks; None means that there are no more jobs."""
+def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
+    """Send a job's resolved configuration to the other ranks."""
     global _num_jobs
-    if cluster.world_size() == 1:
-        return
-    text = "" if cfg is None else OmegaConf.to_yaml(cfg, resolve=True)
-    store = _jobs(cluster, None if cfg is None else cfg.num_nodes)
-    store.set(f"job/{_num_jobs}", text)
-    if cfg is None:
-        wait_for(store, [f"farewell/{rank}" for rank in range(1, cluster.world_size())], FAREWELL_S)
-    else:
+    if cluster.world_size() > 1:
+        _jobs(cluster, cfg.num_nodes).set(f"job/{_num_jobs}", OmegaConf.to_yaml(cfg, resolve=True))
         _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
-    _num_jobs += 1
+        _num_jobs += 1
 
 
 def receive(cluster: ClusterEnvironment) -> DictConfig | None:
@@ -110,9 +104,14 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 
 
 def leave(cluster: ClusterEnvironment) -> None:
-    """Tell rank 0 that this rank no longer needs the store; the last call of a rank."""
-    with suppress(RuntimeError):  # rank 0 has exited
-        _jobs(cluster).set(f"farewell/{cluster.global_rank()}", "")
+    """Say that there are no more jobs (rank 0), or that this rank needs the store no longer; a rank's last call."""
+    if cluster.global_rank() > 0:
+        with suppress(RuntimeError):  # rank 0 has exited
+            _jobs(cluster).set(f"farewell/{cluster.global_rank()}", "")
+    elif cluster.world_size() > 1:
+        store = _jobs(cluster)
+        store.set(f"job/{_num_jobs}", "")
+        wait_for(store, [f"farewell/{rank}" for rank in range(1, cluster.world_size())], FAREWELL_S)
 
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:

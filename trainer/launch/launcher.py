@@ -120,7 +120,6 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
                 raise
             cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
             plan = LaunchPlan.of(cfg)
-            discard_result(cfg.run_dir)  # in which ranks see who was the first to fail
             logger.warning(
                 "rank %d failed for good (%s): going on with %d processes, devices=%s.",
                 exc.rank, exc, plan.num_processes, cfg.devices,
@@ -198,8 +197,9 @@ class Workers(RankProcesses):
         failed = None
         for attempt in range(self._cfg.launcher.max_restarts + 1):
             self.attempt = attempt
-            if told := Result.of_failure(self._cfg.run_dir, attempt - 1):
+            if attempt > 0 and (told := Result.of_failure(self._cfg.run_dir)):
                 sys.stderr.write(f"rank {told.failed_rank} failed: {told.told}\n")
+            discard_result(self._cfg.run_dir)  # in which ranks see who was the first to fail
             self.folder = self._scratch / str(attempt)
             self.folder.mkdir()
             with hosted_store() as place:
@@ -307,7 +307,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     status = status_of(process) or 0
     if is_stop(status):
         return Interrupted(status - 128)
-    told = Result.of_failure(cfg.run_dir, workers.attempt)
+    told = Result.of_failure(cfg.run_dir)
     if told is None or not workers.has_ended(rank):
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
         reason = f"{how} (process {process.pid})"

@@ -102,9 +102,7 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except Exception as exc:  # noqa: BLE001  # reported already
-            if (
-                Result.of_failure(cfg.run_dir, int(os.environ["TORCHELASTIC_RESTART_COUNT"])) is None
-            ):  # the disk is full
+            if Result.of_failure(cfg.run_dir) is None:  # the disk is full
                 traceback.print_exc()
             return exc.status if isinstance(exc, WorkerError) else 1
         finally:

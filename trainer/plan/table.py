@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from ..job.tables import new_table, show
+from ..job.summary import new_table, show
 from ..study.trial import OK, Trial
 from ._search import MemoryPlan
 from .plan import GB

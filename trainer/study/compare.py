@@ -14,7 +14,7 @@ from ..config.checks import plain
 from ..config.group_files import PACKAGE
 from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
-from ..job import tables
+from ..job import summary
 from ..job.log_file import run_log
 from ..job.result import short_path, write_json
 from .trial import DRAWS, OK, WINDOW, Probe, Trial, run_trial
@@ -127,7 +127,7 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
     """Print the table, the strategies that did not train and why, and the recommendation."""
     trained = [trial for trial in comparison.trials if trial.status == OK]
     told = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
-    tables.show(draw(comparison, trained) if trained else None, told)
+    summary.show(draw(comparison, trained) if trained else None, told)
 
 
 def draw(comparison: Comparison, trained: list[Trial]) -> Table:
@@ -135,7 +135,7 @@ def draw(comparison: Comparison, trained: list[Trial]) -> Table:
     first = trained[0]
     title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
     headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
-    table = tables.new_table(title, headings, text=("strategy", "losses"))
+    table = summary.new_table(title, headings, text=("strategy", "losses"))
     for trial in trained:
         ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
         name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")

@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from ..job import tables
+from ..job import summary
 from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result, short_path
 
 FILE = "sweep.csv"
@@ -85,7 +85,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
         return
     write(file, variants)
     best = best_of(variants, maximizes)
-    table = tables.new_table(f"{len(variants)} {kind}s", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
+    table = summary.new_table(f"{len(variants)} {kind}s", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
     for variant in variants:
         table.add_row(*variant.cells(), style="bold green" if variant is best else None)
     lines: list[str] = []
@@ -93,7 +93,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
         lines.append(" ".join([f"best: {kind} {best.number}, {best.strategy}", *best.overrides]))
         if best.result is not None and best.result.best_checkpoint:
             lines.append(f"best checkpoint: {short_path(best.result.best_checkpoint)}")
-    tables.show(table, [*lines, f"table: {short_path(str(file))}"])
+    summary.show(table, [*lines, f"table: {short_path(str(file))}"])
 
 
 class SweepTable(Callback):

@@ -219,7 +219,9 @@ def test_what_is_saved_with_one_name_loads_where_only_the_other_is_installed(
 def test_every_room_can_be_the_first_import_where_only_lightning_is_installed(tmp_path: Path) -> None:
     # `python train.py` ended in "No module named 'pytorch_lightning'": no import of `evener.strategies` came before.
     hidden = HIDE.format(hidden=STANDALONE)
-    ended = python(tmp_path, hidden + "from evener.trainer.cli import job\nprint(job.ClusterEnvironment.__module__)")
+    ended = python(
+        tmp_path, hidden + "from evener.trainer.cli import train\nprint(train.ClusterEnvironment.__module__)"
+    )
     assert ended.stdout.startswith("lightning.fabric."), ended.stderr
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, Trainer, compose, train
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.cli.job import run_job
+from evener.trainer.cli.train import run_job
 from evener.trainer.job.summary import summary_rows
 from evener.trainer.study.sweep import Variant, best_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.trainer.cli import job
+from evener.trainer.cli import train as command
 from evener.trainer.cli.main import LAUNCHER_VARIABLES, main
 
 ROOT = Path(__file__).parents[3]
@@ -79,7 +79,7 @@ def test_garbage_is_collected_while_a_job_runs_and_after_the_command(
     seen: list[bool] = []
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(job, "run_job", lambda *_: seen.append(gc.isenabled()))
+    monkeypatch.setattr(command, "run_job", lambda *_: seen.append(gc.isenabled()))
     quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # Hydra's handlers would outlive this test's streams
     monkeypatch.setattr(sys, "argv", ["train.py", *words, *quiet, f"log_dir={tmp_path}"])
     try:

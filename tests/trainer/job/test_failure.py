@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.job.log_file import failure, report, users_frames
-from evener.trainer.job.result import WorkerError
+from evener.trainer.job.result import WorkerError, discard_result
 from evener.trainer.job.run import Run
 
 ROOT = Path(__file__).parents[3]
@@ -119,7 +119,6 @@ def test_of_several_ranks_the_first_gives_the_reason(tmp_path: Path, cfg: DictCo
     text = (tmp_path / "train.log").read_text()
     assert text.count("KeyError: 1") == 1
     assert "rank 2 failed too: RuntimeError: rank 1 is gone" in text
-    assert [path.name for path in tmp_path.glob(".result*")] == []
 
 
 def test_a_restarted_run_has_the_reason_of_its_last_failure(
@@ -127,6 +126,7 @@ def test_a_restarted_run_has_the_reason_of_its_last_failure(
 ) -> None:
     assert report_of(cfg, 1, "KeyError: 1")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    discard_result(tmp_path)  # as each start of the processes does
     assert report_of(cfg, 0, "KeyError: 2")
     result = Result.read(tmp_path)
     assert (result.failed_rank, result.reason, result.num_restarts) == (0, "KeyError: 2", 1)

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import STRATEGIES, ConfigError
 from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.trainer import compose, train
-from evener.trainer.cli.job import run_job
 from evener.trainer.cli.main import main
-from evener.trainer.cli.train import prepare
+from evener.trainer.cli.train import prepare, run_job
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict

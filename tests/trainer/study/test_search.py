@@ -10,7 +10,7 @@ from seen import SHORT
 
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
-from evener.trainer.cli.job import run_job
+from evener.trainer.cli.train import run_job
 from evener.trainer.study.search import Search, flat, open_storage
 
 needs_optuna = pytest.mark.skipif(
