@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from ..core.module_checks import is_compiler
@@ -61,7 +60,7 @@ class ModuleCopy:
     def set_attribute(self, replica: nn.Module, key: str, value: Any) -> None:
         """Set an attribute of the original on a copied module, with references to the root replaced."""
         if key in HOOKS:
-            return  # the copy has its own; see `update_hooks`
+            return  # the copy has its own
         if key == "_device" and isinstance(value, torch.device):
             replica.__dict__[key] = self.device
         elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
@@ -75,16 +74,6 @@ class ModuleCopy:
                 self.set_attribute(replica, key, original.__dict__[key])
             else:
                 replica.__dict__.pop(key, None)
-
-    def update_hooks(self, original: nn.Module) -> None:
-        """Give a copied module the hooks that its original has, with the same numbers."""
-        replica = self.counterpart(original)
-        for key in HOOKS:
-            hooks, own = original.__dict__[key], replica.__dict__[key]
-            if hooks.keys() != own.keys():
-                kept = {number: own[number] for number in hooks if number in own}
-                own.clear()
-                own.update({number: kept.get(number) or self._translated(hook) for number, hook in hooks.items()})
 
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
@@ -111,9 +100,6 @@ class ModuleCopy:
             del replica.__dict__[key]
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))
-        for key in HOOKS:
-            replica.__dict__[key] = OrderedDict()
-            self._copies[id(original.__dict__[key])] = (original.__dict__[key], replica.__dict__[key])
         replica._parameters = self._copy_tensors(original._parameters)
         replica._buffers = self._copy_tensors(original._buffers)
         children = original._modules.items()  # an empty ModuleDict is falsy
@@ -156,7 +142,9 @@ class ModuleCopy:
         for original, replica in pairs:
             for key, value in original.__dict__.items():
                 self.set_attribute(replica, key, value)
-            self.update_hooks(original)
+            for key in HOOKS:  # with the same numbers
+                hooks = original.__dict__[key].items()
+                replica.__dict__[key] = OrderedDict((number, self._translated(hook)) for number, hook in hooks)
 
     def _sequence(self, value: Any) -> Any:
         items = [self._translated(item) for item in value]
@@ -181,16 +169,6 @@ class ModuleCopy:
     def _reference(self, value: Any) -> Any:
         target = self.counterpart(value())
         return value if target is None else weakref.ref(target)
-
-    def _handle(self, value: RemovableHandle) -> RemovableHandle:
-        """Removes the hook from the copy where the given handle removes it from the root."""
-        hooks = self.counterpart(value.hooks_dict_ref())
-        if hooks is None:
-            return value
-        extras = [self.counterpart(extra()) for extra in value.extra_dict_ref]
-        handle = RemovableHandle(hooks, extra_dict=[extra for extra in extras if extra is not None])
-        handle.id = value.id
-        return handle
 
     def _cell(self, cell: types.CellType) -> types.CellType:
         try:
@@ -221,5 +199,4 @@ _TRANSLATORS: dict[type, Any] = {
     types.FunctionType: ModuleCopy._function,
     functools.partial: ModuleCopy._partial,
     weakref.ref: ModuleCopy._reference,
-    RemovableHandle: ModuleCopy._handle,
 }

@@ -36,8 +36,6 @@ class ParameterCopy(nn.Parameter):
     grad = None  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
     original: Tensor
     flows: Flows
-    new_hooks: OrderedDict[int, Any]
-    """Hooks that the step has registered here, which are not called."""
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -58,9 +56,7 @@ class ParameterCopy(nn.Parameter):
 
     @override
     def register_hook(self, hook: Any) -> RemovableHandle:
-        handle = RemovableHandle(self.new_hooks)
-        self.new_hooks[handle.id] = hook
-        return handle
+        return RemovableHandle(OrderedDict())  # not called
 
     register_post_accumulate_grad_hook = register_hook  # pyright: ignore[reportAssignmentType]
 
@@ -80,7 +76,7 @@ def copied(parameter: Tensor, device: torch.device, flows: Flows) -> Tensor:
         return nn.Parameter(values, requires_grad=False)
     made = ParameterCopy(values, requires_grad=False)
     vars(made).update(vars(parameter))  # a tensor may keep state of its own there
-    made.original, made.flows, made.new_hooks = parameter, flows, OrderedDict()
+    made.original, made.flows = parameter, flows
     return made
 
 

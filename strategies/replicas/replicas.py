@@ -6,13 +6,12 @@ The first replica is the root module itself. A refresh copies:
     parameters                           versions; `mark_changed`; `.data` used   one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
     attributes, `training`               values of the modules' `__dict__`        set on the copies
-    hooks of modules                     their numbers                            set on the copies
-    modules or parameters added          identity                                 the copies are rebuilt
+    modules, parameters, or their hooks  identity, numbers of hooks               the copies are rebuilt
 
 Before each step the copies are as the root is. A step runs on several replicas, and each does to itself what the step
 does to the module; what it has done to the root stays. Where the root has no samples it takes over buffers, numbers,
 strings and tensors of the first replica that has. Hooks on parameters are the root's alone, which gives them the
-gradients of all replicas.
+gradients of all replicas. A step that leaves other hooks than it found gets whole batches (`batch/exact/verifier.py`).
 """
 
 import itertools
@@ -28,9 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 
 from ..core.devices import broadcast_coalesced
-from ..core.errors import ConfigError
 from ..core.module_checks import is_metric
-from ..core.patching import HOOKS, hooks_of
+from ..core.patching import HOOKS
 from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
 from ._parameter_copies import Flows, copied, follow
@@ -102,7 +100,7 @@ class Replicas:
         """Copy what changed on the root since the last refresh.
 
         Returns:
-            Whether the copies were rebuilt because modules or parameters were added or replaced.
+            Whether the copies were rebuilt because modules, parameters or hooks were added or replaced.
         """
         if self._has_new_structure():
             self._make()
@@ -116,7 +114,6 @@ class Replicas:
     def before_step(self, used: Sequence[int]) -> None:
         """Remember what the root takes over from the first of the replicas that have samples."""
         self._used = list(used)
-        self._first_hook = RemovableHandle.next_id
         self._before = [] if used[0] == 0 else [module.__dict__.copy() for _, module in self._copies[used[0] - 1].pairs]
 
     def after_step(self) -> None:
@@ -124,40 +121,15 @@ class Replicas:
 
         Buffers are those of the training step only, as evaluation changes none.
         """
-        registered = self._first_hook < RemovableHandle.next_id
-        if registered:
-            self._verify_hooks()
-        if self._before and self.root.training:
+        if not self._before:
+            return
+        if self.root.training:
             _broadcast(self._buffers(self._used[0]), [self._buffers(0)])
-        if self._before:
-            # an attribute may say that there are hooks, which the root has none of
-            self._take_over(with_attributes=not registered)
-
-    def _take_over(self, with_attributes: bool) -> None:
-        """Remove from the root the hooks that the first replica has removed, and set the plain values that it has."""
         for (root, module), before in zip(self._copies[self._used[0] - 1].pairs, self._before, strict=True):
-            for key in HOOKS:
-                hooks, left = root.__dict__[key], module.__dict__[key]
-                for number in [number for number in hooks if number not in left]:
-                    del hooks[number]
-            for key, value in module.__dict__.items() if with_attributes else ():
+            for key, value in module.__dict__.items():
                 if value is not before.get(key) and key != "_device" and _is_plain(value):
                     value = value.detach().to(self.devices[0]) if isinstance(value, Tensor) else value
                     root.__dict__[key] = value
-
-    def _verify_hooks(self) -> None:
-        """Refuse hooks that the step registered on some replicas only: a part of the batch would miss them."""
-        copies = [self._copies[i - 1] for i in self._used if i > 0]
-        for module in self._modules:
-            ran = [self.counterpart(i, module) for i in self._used]
-            for key in HOOKS:
-                _verify_same(type(module).__name__, [len(replica.__dict__[key]) for replica in ran])
-        for (_, name), parameter in zip(self._slots, self._parameters, strict=True):
-            num = sum(number >= self._first_hook for hooks in hooks_of(parameter) for number in hooks)
-            for copy in copies:  # the root's see the gradients of all replicas
-                others = vars(copy.counterpart(parameter)).get("new_hooks", {})
-                _verify_same(f"parameter {name}", [num, max(num, len(others))])
-                others.clear()
 
     def _make(self) -> None:
         self._copies = [
@@ -179,7 +151,9 @@ class Replicas:
         ]
         self._buffer_versions = self._versions_of_buffers()
         self._known = [module.__dict__.copy() for module in self._modules]
-        self._note_hooks()
+        self._hooks = [module.__dict__[key] for module in self._modules for key in HOOKS]
+        self._hook_numbers, self._num_hooks = [*map(tuple, self._hooks)], [*map(len, self._hooks)]
+        self._next_hook = RemovableHandle.next_id
         self._used: list[int] = []
         self._before: list[dict[str, Any]] = []
         """What the first replica that has samples held before the step, if that is not the root."""
@@ -187,7 +161,8 @@ class Replicas:
     def _has_new_structure(self) -> bool:
         parameters = [module._parameters.get(name) for module, name in self._slots]
         children = [tuple(module._modules.values()) for module in self._modules]
-        return children != self._children or not all(map(is_, parameters, self._parameters))
+        is_same = children == self._children and all(map(is_, parameters, self._parameters))
+        return not is_same or self._has_new_hooks()
 
     def _follow(self) -> None:
         self._hooked = [bool(parameter._backward_hooks) for parameter in self._parameters]
@@ -237,18 +212,12 @@ class Replicas:
             for copy in self._copies:
                 copy.update(module, [key for key in known.keys() | now.keys() if now.get(key) is not known.get(key)])
             self._known[i] = now.copy()
-        if RemovableHandle.next_id != self._next_hook or self._num_hooks != [*map(len, self._hooks)]:
-            before = self._hook_numbers
-            self._note_hooks()
-            for i, module in enumerate(self._modules):
-                if self._hook_numbers[i] != before[i]:
-                    for copy in self._copies:
-                        copy.update_hooks(module)
 
-    def _note_hooks(self) -> None:
-        self._hook_numbers = [[tuple(module.__dict__[key]) for key in HOOKS] for module in self._modules]
-        self._hooks = [module.__dict__[key] for module in self._modules for key in HOOKS]
-        self._num_hooks, self._next_hook = [*map(len, self._hooks)], RemovableHandle.next_id
+    def _has_new_hooks(self) -> bool:
+        if RemovableHandle.next_id == self._next_hook and self._num_hooks == [*map(len, self._hooks)]:
+            return False
+        self._next_hook, self._num_hooks = RemovableHandle.next_id, [*map(len, self._hooks)]
+        return self._hook_numbers != [*map(tuple, self._hooks)]
 
 
 def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
@@ -289,16 +258,6 @@ def _parameter_slots(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield module, name
-
-
-def _verify_same(name: str, nums: Sequence[int]) -> None:
-    other = next((num for num in nums if num != nums[0]), None)
-    if other is not None:
-        raise ConfigError(
-            f"After a step that registered hooks a {name} has {nums[0]} on one replica and {other} on another: "
-            "replicas share the lists and dictionaries that a module had before, and a device without samples runs no "
-            "step. Keep each handle in an attribute of its own, or register hooks in __init__, setup or on_fit_start."
-        )
 
 
 def _is_plain(value: Any) -> bool:

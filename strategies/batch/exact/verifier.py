@@ -33,7 +33,7 @@ from ...core.errors import ConfigError, PartsDiffer
 from ...core.executor import Piece
 from ...core.internals import not_compiling
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
-from ...core.patching import Replacement, without_hooks
+from ...core.patching import Replacement, hooks_of, without_hooks
 from ...core.types import Batch
 from ...core.untraced_step import trial_step
 from ..losses import is_loss, weight_in
@@ -449,6 +449,11 @@ class Verifier:
             with alone, here().tape:
                 output: Any = getattr(module, self._step)(batch, *self._rest)
                 output = ended(module, output) if self._trains else output
+            if not self._of_ranks and hooks != _hooks(module):
+                raise PartsDiffer(
+                    f"{self._name}: {self._step} registers or removes hooks, as each part of a batch would. Register "
+                    "them in __init__, setup or on_fit_start."
+                )
             here().weight = weight_in(output)
             loss = output.get("loss") if isinstance(output, dict) else output
             if module.automatic_optimization and isinstance(loss, Tensor):
@@ -464,7 +469,7 @@ class Verifier:
             stack.enter_context(torch.enable_grad())
             for part in module.modules() if not self._all_evaluates else ():
                 part.training = part.training and not _draws(part)
-            state = None if self._together else ModuleState(module)
+            state, hooks = None if self._together else ModuleState(module), _hooks(module)
             if state is not None:
                 stack.callback(state.close)
                 stack.enter_context(simulating(ranks))
@@ -557,6 +562,12 @@ def _largest(values: Tensor) -> float:
     """The largest absolute value; infinity if it is not known."""
     found = float(values.abs().max())
     return found if found == found else float("inf")  # nan is no number that another one exceeds
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """The numbers of the hooks of a module, of those in it, and of its parameters."""
+    owners = (*module.modules(), *module.parameters())
+    return [number for owner in owners for hooks in hooks_of(owner) for number in hooks if isinstance(number, int)]
 
 
 def _draws(module: nn.Module) -> bool:

@@ -333,20 +333,21 @@ class SharesHandles(KeepsItsHandle):
 
 
 @pytest.mark.parametrize(
-    ("module_type", "strategy", "told"),
-    [
-        (SharesHandles, STRATEGIES[0], "a Linear has 1 on one replica and 0 on another"),
-        (OnceOnAParameter, STRATEGIES[2], "a parameter weight has 0 on one replica and 1 on another"),
-    ],
+    ("module_type", "strategy"), [(SharesHandles, STRATEGIES[0]), (OnceOnAParameter, STRATEGIES[2])]
 )
-def test_hooks_of_some_replicas_only_are_refused(module_type: type[Net], strategy: Any, told: str) -> None:
-    """One replica registered its hook and noted it in the list that all share; or the root has no samples."""
+def test_a_hook_that_one_replica_would_register_for_all_gets_whole_batches(
+    module_type: type[Net], strategy: Any
+) -> None:
+    """The list that says so is shared by all replicas; or the root has no samples, and would not register it."""
     case = Case(module_type)
-    module = make_module(case)
-    trainer = make_trainer(case, strategy(), devices=3)
-    with pytest.raises(ConfigError, match=f"{told}.* register hooks in __init__, setup or on_fit_start"):
-        trainer.fit(module, case.loader(), case.loader())
-    assert trainer.global_step == 0
+    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
+
+
+def test_hooks_that_a_step_leaves_are_refused_where_batches_must_be_cut() -> None:
+    case = Case(Once, trainer={"num_sanity_val_steps": 0})
+    trainer = make_trainer(case, DataParallelStrategy(global_view=False), devices=2)
+    with pytest.raises(ConfigError, match=r"training_step registers or removes hooks.*Register them in __init__"):
+        trainer.fit(make_module(case), case.loader(), case.loader())
 
 
 @pytest.mark.parametrize("module_type", [KeepsItsHandle, KeepsHandles])
