@@ -200,6 +200,8 @@ class RankStep(StepContract):
             self._verify_parts(args[0])  # the step itself steps the optimizer
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
+        if not counts:
+            reader.values.begin()  # nothing of what a stand-in logs counts
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
