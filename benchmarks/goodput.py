@@ -76,7 +76,9 @@ def drawn_plan(ranks: int, kills: int, dice: random.Random, doubles: float) -> l
     return plan
 
 
-def words(folder: Path, options: dict[str, Any], ranks: int, survive: bool, restarts: int, pause_s: float) -> list[str]:
+def words(
+    folder: Path, options: dict[str, Any], ranks: int, survive: bool, restarts: int, pause_s: float, spares: int = 0
+) -> list[str]:
     """The command line of a run."""
     given = dict(options)
     if given["strategy"] == "ddp":
@@ -88,7 +90,8 @@ def words(folder: Path, options: dict[str, Any], ranks: int, survive: bool, rest
     return [
         *(f"{key}={value}" for key, value in given.items()), f"devices={ranks}", "accelerator=cpu", "data=none",
         "module=custom", "module._target_=goodput_module.Killed", f"+module.folder={folder}",
-        f"+module.pause_s={pause_s}", f"launcher.survive={survive}", f"launcher.max_restarts={restarts}",
+        f"+module.pause_s={pause_s}", f"launcher.survive={survive}", f"launcher.spares={spares}",
+        f"launcher.max_restarts={restarts}",
         "strategy.timeout_s=60", "logger=many", "callbacks=none", f"trainer.max_epochs={NUM_EPOCHS}",
         "trainer.precision=64-true", "trainer.log_every_n_steps=2", "test_after_fit=false", f"log_dir={folder}/logs",
         f"hydra.run.dir={folder}/run",
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--per-run", type=int, default=3, help="failures in a run, at most ranks - 1")
     parser.add_argument("--restarts", type=int, default=0, help="start all ranks anew, so often, instead of going on")
+    parser.add_argument("--spares", type=int, default=0, help="how many ranks of a run are replaced")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.01, help="mean seconds that a step waits")
     parser.add_argument("--cost", type=int, default=0, help="instead, interleaved runs without failures, so many each")
@@ -271,7 +275,8 @@ def fail(given: Any, home: Path) -> int:
         status, took_s = run(whole, words(whole, options, given.ranks, False, 0, given.pause_s))
         problem = "" if status == 0 else f"undisturbed: status {status}"
         wholes_s += took_s
-        status, took_s = run(folder, words(folder, options, given.ranks, survives, given.restarts, given.pause_s))
+        disturbed = words(folder, options, given.ranks, survives, given.restarts, given.pause_s, given.spares)
+        status, took_s = run(folder, disturbed)
         disturbed_s += took_s
         problem = problem or ("" if status == 0 else f"status {status}")
         problem = problem or difference(whole, folder)

@@ -59,14 +59,13 @@ class Killed(pl.LightningModule):
         plan = json.loads(path.read_text()) if path.exists() else []
         self.plan = [one for one in plan if one["rank"] == self.own_rank]
         self.counts: dict[str, list[int]] = {}
-        self.life = self.folder / f"{self.own_rank}-{os.getpid()}.life"
         for one in self.plan:
             if one["point"] == "after another":
                 threading.Thread(target=self._follow, args=(one,), daemon=True).start()
 
     def tell(self, *what: Any) -> None:
-        with self.life.open("a") as file:
-            group = 0 if survivors.own is None else survivors.own.group
+        group, rank = (0, self.own_rank) if survivors.own is None else (survivors.own.group, survivors.own.rank)
+        with (self.folder / f"{rank}-{os.getpid()}.life").open("a") as file:
             file.write(json.dumps([time.time(), group, *what]) + "\n")
 
     def at(self, point: str) -> None:

@@ -27,7 +27,7 @@ from ._store_watch import RANK_FAILED
 from .process_exit import leave_group
 from .reduction import all_reduce
 from .signed_store import secret_check, signed
-from .store import RankError, another_connection, attempt, keep_store, meet, root_store, wait_for
+from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store, wait_for
 
 PATIENCE_S = 5.0
 """Seconds at one place within a collective after which a rank counts as waiting for others."""
@@ -169,6 +169,9 @@ class RankGroup:
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
         keep_store(before, (environment.global_rank(), environment.world_size()))
+        if self.survivor is not None and self.survivor.is_new:
+            base_store(environment, self.timeout_s)
+            self.survivor.keep_connections()
         count_steps, name = coordinator.heartbeat.count_steps, f"/group/{number}"
         self.coordinator = RankCoordinator(environment, self.timeout_s, 1, self.devices, name)
         self.coordinator.heartbeat.count_steps = count_steps

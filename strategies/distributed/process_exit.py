@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -26,13 +27,14 @@ from fsspec.core import url_to_fs
 from lightning_fabric.accelerators import XLAAccelerator
 from lightning_fabric.utilities import registry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import Metric
 
 from ..core.patching import replaced
-from ._store_watch import RANK_FAILED
-from .store import leave_store
+from ._store_watch import PEER_LOST, RANK_FAILED
+from .store import forget_stores, leave_store
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _OMP_PAUSE_HARD = 2
 
 FORKED_GRACE_S = 300.0
@@ -48,6 +50,57 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take_orphans() -> None:
+    """Have this process become the parent of processes whose own parent has ended, so that it can wait for them."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def fork_orphan(parent: int) -> bool:
+    """Fork this process, whose main thread calls it, to a child of `parent`, which takes orphans.
+
+    Threads are not forked. So the child keeps the groups of processes, which would wait for theirs, leaves data workers
+    to this process, and has no connection to the store.
+
+    Returns:
+        Whether this is the child.
+    """
+    release_openmp()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, where a process has threads
+        if between := os.fork():
+            os.waitpid(between, 0)
+            return False
+        between = os.getpid()
+        if os.fork():
+            os._exit(0)
+    while os.getppid() == between:
+        time.sleep(1e-4)
+    die_with_parent(parent)
+    gc.freeze()
+    _left.extend(dist.distributed_c10d._world.pg_map)
+    for event in (RANK_FAILED, PEER_LOST):
+        event._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]  # another thread may have its lock
+    multiprocessing.process._children = set()  # pyright: ignore[reportAttributeAccessIssue]  # it ends those at its end
+    workers: Any = _MultiProcessingDataLoaderIter
+    own, end = os.getpid(), workers._shutdown_workers
+
+    def end_own(iterator: Any) -> None:
+        if iterator._workers[0]._parent_pid == own:
+            end(iterator)
+
+    workers._shutdown_workers = end_own
+    forget_stores()
+    if not _openmp_released:
+        torch.set_num_threads(1)
+    return True
+
+
+_left: list[Any] = []
+"""What a forked process has of the other one, and must not end."""
 
 
 def die_with_starter(by_kernel: bool = True) -> None:

@@ -77,7 +77,14 @@ def another_connection(environment: ClusterEnvironment) -> Store:
 
 def keep_store(before: tuple[int, int], now: tuple[int, int]) -> None:
     """Use the store of this process on, which has another rank among another number of ranks."""
-    _STORES[now], _WATCHES[now] = _STORES.pop(before), _WATCHES.pop(before)
+    if before in _STORES:
+        _STORES[now], _WATCHES[now] = _STORES.pop(before), _WATCHES.pop(before)
+
+
+def forget_stores() -> None:
+    """Have no store, in a forked process; the connections are the other one's."""
+    _STORES.clear()
+    _WATCHES.clear()
 
 
 def silence() -> str:

@@ -29,19 +29,23 @@ import torch.distributed as dist
 
 from ._heartbeat import is_about_communication
 from ._store_watch import PEER_LOST
-from .process_exit import is_frozen
+from .process_exit import fork_orphan, is_frozen, take_orphans
 from .store import RankError, poll
 
 _ROW = 16
-_DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, _SLOTS = range(9)
+_DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
 """Words of a rank: sections done; whether it can go on without others; whether it has died; the group that it asks for;
 the last group in which it was ready; whether it is in the group; whether it was in the group whose records count; which
-of its two records is newer; and the first word about these (group, section and length of each)."""
+of its two records is newer; the number after that of the rank that it is to fork; the process that was forked for it,
+negative once that is adopted; and the first word about these records (group, section and length of each)."""
 _GROUP, _SECTION, _BASE = range(3)
 """Words of all: the number of the group, the last section that it has done, and the group whose records count."""
 
 LOOK_S = 0.1
 """Seconds between two looks at whether a rank is frozen; at the second one it is killed."""
+
+FORK_S = 5.0
+"""Seconds within which a rank forks another one, or the others go on without that."""
 
 _SPINS = 20
 _PAUSES_S = (5e-5, 1e-3)
@@ -51,7 +55,7 @@ class Board:
     """Memory, and bells, that a command shares with the ranks that it forks."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+        self.num_ranks, self.command = num_ranks, os.getpid()
         self._memory = mmap.mmap(-1, 8 * _ROW * (num_ranks + 1))
         self._words = memoryview(self._memory).cast("q")
         self._records = [[os.memfd_create("evener-record") for _ in range(2)] for _ in range(num_ranks)]
@@ -107,12 +111,13 @@ class Board:
         self.set(rank, words + 1, section)
         self.set(rank, _NEWEST, slot)
 
-    def read(self, rank: int, group: int, section: int) -> bytes:
-        """What a rank has left behind."""
-        newest = self.get(rank, _NEWEST)
-        for slot in (newest, 1 - newest):
+    def read(self, rank: int, group: int, section: int, holds: bool = False) -> bytes:
+        """What a rank has left behind; if that `holds`, the next record takes the other one's place."""
+        for slot in range(2):
             words = _SLOTS + 3 * slot
             if (self.get(rank, words), self.get(rank, words + 1)) == (group, section):
+                if holds:
+                    self.set(rank, _NEWEST, slot)
                 return os.pread(self._records[rank][slot], self.get(rank, words + 2), 0)
         raise RankError(f"rank {rank} has left no record of section {section}.")
 
@@ -128,12 +133,22 @@ class Board:
 
 
 class Agent:
-    """The command's side of a board: it finds who has died, and calls those together that live."""
+    """The command's side of a board: it finds who has died, has them replaced, and calls those together that live.
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
+    Args:
+        spares: how many ranks that have died are replaced.
+        adopt: called with a rank and the process that takes its place.
+    """
+
+    def __init__(
+        self, board: Board, spares: int = 0, adopt: Callable[[int, int], None] = lambda rank, pid: None
+    ) -> None:
+        self.board, self._spares, self._adopt = board, spares, adopt
         self._frozen: set[int] = set()
         self._looked_s = 0.0
+        self._forking = -1, -1, 0.0  # a rank, who forks it, and until when
+        if spares:
+            take_orphans()
 
     def lose(self, rank: int, statuses: Sequence[int | None]) -> bool:
         """Take a rank that was killed out of the run; False if the others can't go on without it."""
@@ -184,6 +199,8 @@ class Agent:
         living = [rank for rank in members if not board.get(rank, _DEAD)]
         if not living or any(board.get(rank, _ASKS) <= group for rank in living):
             return
+        if len(living) < len(members) and self._replaces(living, [rank for rank in members if rank not in living]):
+            return
         if all(board.get(rank, _READY) >= group for rank in members):  # else the records before count still
             board.set(-1, _BASE, group)
             for rank in range(board.num_ranks):
@@ -192,6 +209,26 @@ class Agent:
         for rank in set(members).difference(living):
             board.set(rank, _IS_MEMBER, 0)
         board.set(-1, _GROUP, group + 1)  # last: ranks read the rest once they see it
+
+    def _replaces(self, living: list[int], dead: list[int]) -> bool:
+        """Have a rank that waits for the group fork one that has died; False once none is left, or it takes long."""
+        board, (rank, source, until_s) = self.board, self._forking
+        if rank in dead and (pid := board.get(rank, PROCESS)):
+            self._forking = -1, -1, 0.0
+            self._adopt(rank, pid)
+            board.set(rank, _ASKS, 0)
+            board.set(rank, _DEAD, 0)
+            board.set(rank, PROCESS, -pid)  # last: it goes on once it sees that
+        elif rank in dead and source in living and time.monotonic() < until_s:
+            return True
+        elif self._spares:
+            self._spares -= 1
+            self._forking = rank, source, _ = dead[0], living[-1], time.monotonic() + FORK_S
+            board.set(rank, PROCESS, 0)
+            board.set(source, FORKS, rank + 1)
+        else:
+            return False
+        return True
 
 
 class Regrouped(NamedTuple):
@@ -210,6 +247,8 @@ class Survivor:
         rank: as the command has numbered it; in the group it has its place among those that live.
         group: the number of the group.
         when_first: called once this rank has become the first of its group.
+        when_forked: called in a process that takes the place of a rank that has died.
+        is_new: whether this process was forked since the last group.
     """
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -218,13 +257,17 @@ class Survivor:
         self._kept: set[int] = set()
         self._lock = threading.Lock()
         self.when_first: list[Callable[[], None]] = []
+        self.when_forked: list[Callable[[], None]] = []
+        self.is_new = False
         threading.Thread(target=self._listen, name="evener-survivor", daemon=True).start()
 
     def _listen(self) -> None:
         while select.select([self.board.bells[self.rank]], [], []):
             with suppress(BlockingIOError):
                 os.eventfd_read(self.board.bells[self.rank])
-            PEER_LOST.set()
+            with self._lock:  # of a death that the group knows already it may hear late
+                if any(self.board.get(rank, _DEAD) for rank in self.board.ranks(_IS_MEMBER)):
+                    PEER_LOST.set()
             while PEER_LOST.is_set():
                 with self._lock:
                     if PEER_LOST.is_set():
@@ -290,6 +333,9 @@ class Survivor:
             while board.group == self.group:
                 if time.monotonic() > deadline_s:
                     raise RankError(f"rank {self.rank} waited {timeout_s:g} s for the others after a rank had died.")
+                if forked := board.get(self.rank, FORKS):
+                    board.set(self.rank, FORKS, 0)
+                    self._fork(forked - 1)
                 time.sleep(5e-4)
             self.group += 1
             with self._lock:
@@ -302,8 +348,26 @@ class Survivor:
         board.done(self.rank, self._section)
         before, self._members = self._members, members
         base, group = board.ranks(_IN_BASE), board.get(-1, _BASE)
-        records = [board.read(rank, group, self._section) for rank in base]
+        records = [board.read(rank, group, self._section, rank == self.rank) for rank in base]
         return Regrouped(self.group, [before.index(rank) for rank in members], members.index(self.rank), records)
+
+    def _fork(self, rank: int) -> None:
+        """Fork a process that has all that this one has, and takes the place of a rank that has died."""
+        board, group = self.board, self.group
+        if not fork_orphan(board.command):
+            return
+        self.rank, self.is_new, self._lock = rank, True, threading.Lock()
+        board.set(rank, PROCESS, os.getpid())
+        board.ring(-1)
+        until_s = time.monotonic() + FORK_S
+        while board.get(rank, PROCESS) != -os.getpid():
+            if board.group != group or time.monotonic() > until_s:  # the others have gone on without
+                os.kill(os.getpid(), 9)
+            time.sleep(5e-4)
+        board.ask(rank, group + 1)
+        for begin in self.when_forked:
+            begin()
+        threading.Thread(target=self._listen, name="evener-survivor", daemon=True).start()
 
 
 own: Survivor | None = None

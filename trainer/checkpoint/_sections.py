@@ -12,6 +12,7 @@
 
 import copyreg
 import io
+import logging
 import pickle
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import torch
+from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -56,6 +58,7 @@ class Sections:
         self._before = _Before(trainer)
         self._calls = _LoggerCalls(trainer)
         self._is_first: bool = trainer.is_global_zero
+        survivor.when_forked.append(self._begin_forked)
 
     @classmethod
     def of(cls, trainer: Any) -> "Sections | None":
@@ -145,6 +148,7 @@ class Sections:
         self._is_armed = False
         self._survivor.arm(False)
         self._survivor.when_first.clear()
+        self._survivor.when_forked.clear()
         self._before.forget()  # which holds iterators, whose workers end with them
         self._works.clear()
         self._calls.end()
@@ -180,7 +184,9 @@ class Sections:
             for key in [key for key, series in one.items() if series.is_tensor]:  # of a validation none count yet
                 del one[key]
         left = [pickle.loads(one) for one in new.records]
-        state = state_for([one for one, _ in left], new.rank, num, trainer.lightning_module)
+        states = [one for one, _ in left]
+        same = len(states) == num  # each has its own, and a new one that of the rank whose place it has
+        state = states[new.rank] if same else state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _run_state.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero and not self._is_first:
@@ -189,10 +195,23 @@ class Sections:
             self._calls.take_over(left[0][1])
             self._is_first = True
         survivor.ready(self._record(self._calls.ends))
+        survivor.is_new = False
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
         )
+
+    def _begin_forked(self) -> None:
+        """Leave to the process that this one was forked from what only the first rank does, and its threads."""
+        trainer, self._is_first = self._trainer, False
+        logging.disable(logging.WARNING)
+        for logger in trainer.loggers:
+            logger._experiment = None
+        for writer in (one for saver in trainer.fit_loop._savers for one in (saver._io, saver.snapshots)):
+            if writer is not None:
+                writer.begin_forked()
+        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, ProgressBar)]
+        trainer.timed_bar = None
 
     def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
         """Read what is left of the epoch in other parts."""
@@ -203,6 +222,8 @@ class Sections:
             source: Any = source_of(loader)
             if source is not None:
                 source.rank, source.num_ranks = rank, num
+            if self._survivor.is_new and getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # its workers are the other process's
         if not self.reads:
             _run_state.restore_generators(combined, states)
             return
@@ -317,10 +338,11 @@ class _LoggerCalls:
 
     def _once(self, number: int, log: Callable[..., None]) -> Callable[..., None]:
         def once(metrics: Any, step: Any = None) -> None:
-            call = number, step, tuple(metrics)  # not all are made again: times are measured anew
-            if call in self._due:
-                self._due.remove(call)
-                return
+            call = number, step, frozenset(metrics)  # in any order, and not all: times are measured anew
+            for due in self._due:
+                if due[:2] == call[:2] and call[2] <= due[2]:
+                    self._due.remove(due)
+                    return
             log(metrics, step)
             self._done.append(call)
             self._is_new = True

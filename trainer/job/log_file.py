@@ -88,10 +88,12 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
         added.append(ConsoleHandler())
 
     def add_file() -> None:
+        logging.disable(logging.NOTSET)
+        if added and isinstance(added[-1], logging.FileHandler):  # a first rank's, of which this process was forked
+            return
         added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED))
         added[-1].setFormatter(logging.Formatter(FORMAT))
         root.addHandler(added[-1])
-        logging.disable(logging.NOTSET)
 
     for handler in added:
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -100,8 +102,8 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
         add_file()
     else:
         logging.disable(logging.WARNING)
-        if survivors.own is not None:
-            survivors.own.when_first.append(add_file)
+    if survivors.own is not None:
+        survivors.own.when_first.append(add_file)
     try:
         yield
     finally:

@@ -85,14 +85,15 @@ class Run:
                 if is_stop(exc):
                     tell_stop(exc)
                     raise
-                failed = failure(self.cfg, self.rank, self.num_processes, **described(exc))
+                rank = self.rank if survivors.own is None else survivors.own.rank  # it may have taken another's place
+                failed = failure(self.cfg, rank, self.num_processes, **described(exc))
                 if not report(failed):
-                    raise WorkerError(f"rank {self.rank} failed too: {failed.reason}", failed.trace) from exc
+                    raise WorkerError(f"rank {rank} failed too: {failed.reason}", failed.trace) from exc
                 if isinstance(exc, Exception):
                     raise
                 code = exc.code if isinstance(exc, SystemExit) else None
                 status = code if isinstance(code, int) and code else 1
-                raise WorkerError(failed.told, failed.trace, self.rank, status) from exc
+                raise WorkerError(failed.told, failed.trace, rank, status) from exc
 
 
 def run(cfg: DictConfig) -> Result:
@@ -196,9 +197,9 @@ def build(cfg: DictConfig) -> Parts:
 
 def log_config(trainer: pl.Trainer, cfg: DictConfig, again: bool = False) -> None:
     """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard; on rank 0 only."""
+    if survivors.own is not None and not again:
+        survivors.own.when_first.append(partial(log_config, trainer, cfg, again=True))
     if not trainer.is_global_zero:
-        if survivors.own is not None and not again:
-            survivors.own.when_first.append(partial(log_config, trainer, cfg, again=True))
         return
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
 from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, handled
-from ...strategies.distributed.processes import Process, RankProcesses, status_of
+from ...strategies.distributed.processes import AdoptedProcess, Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
@@ -77,7 +77,7 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
         launcher: what has started this process; empty if nothing has.
     """
     options = {name: value for name, value in cfg.strategy.items() if name in _ALONE and value != _ALONE[name]}
-    name = strategy_name(cfg)
+    name, spares = strategy_name(cfg), cfg.get("launcher", {}).get("spares", 0)
     if name == "ddp" and cfg.strategy.get("batch_size_is", "per_device") != "global":
         options["batch_size_is"] = cfg.strategy.get("batch_size_is", "per_device")
     found = (
@@ -85,6 +85,7 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
         or (f"strategy={name}" if name not in ("ddp", "balanced_ddp") else "")
         or ("" if can_fork(plan) else f"devices={', '.join(sorted({device.type for device in plan.devices}))}")
         or next((f"strategy.{key}={value}" for key, value in options.items()), "")
+        or (f"launcher.spares={spares} {_BESIDE}" if spares and torch.accelerator.is_available() else "")
     )
     if found:
         raise ConfigError(
@@ -96,6 +97,8 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
 
 _ALONE = {"devices_per_process": 1, "shard_optimizer": False, "compression": None, "global_view": "auto"}
 """Options of strategies with which ranks go on without one that has died."""
+
+_BESIDE = "beside an accelerator that torch sees (CUDA_VISIBLE_DEVICES= hides it), which goes backward in no fork then"
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +207,7 @@ class Workers(RankProcesses):
             self.folder.mkdir()
             with hosted_store() as place:
                 if self._cfg.launcher.get("survive", False):
-                    self._agent = Agent(Board(self.num_processes))
+                    self._agent = Agent(Board(self.num_processes), self._cfg.launcher.get("spares", 0), self._adopt)
                 try:
                     self._start(place)
                     failed = self.join(lambda: self.requests.signum is not None)
@@ -239,6 +242,9 @@ class Workers(RankProcesses):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.requests.signum is not None:
             self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
+
+    def _adopt(self, rank: int, pid: int) -> None:
+        self.processes[rank] = AdoptedProcess(pid)
 
     @override
     def _failed(self) -> int | None:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +77,7 @@ def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board |
     begin()
     if board is not None:
         survivors.own = Survivor(board, int(os.environ["RANK"]))
+        survivors.own.when_forked.append(partial(leave_in_time, cfg.launcher.shutdown_timeout_s))
     status = exit_status(cfg, folder)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler fails for data workers that end with their rank
     if isinstance(multiprocessing.current_process(), SpawnProcess):
@@ -90,6 +92,7 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
     Returns:
         The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
     """
+    rank = int(os.environ["RANK"])
     tells = True
     with stops_at_once():
         try:
@@ -106,8 +109,9 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
                 traceback.print_exc()
             return exc.status if isinstance(exc, WorkerError) else 1
         finally:
+            rank = rank if survivors.own is None else survivors.own.rank
             if tells:
-                (folder / ENDED_FILE.format(os.environ["RANK"])).touch()
+                (folder / ENDED_FILE.format(rank)).touch()
         return 0
 
 

@@ -7,14 +7,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import warm_python
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
+from evener.strategies.distributed import survivors
 from evener.strategies.distributed._store_watch import PEER_LOST
 from evener.strategies.distributed.store import RankError
-from evener.strategies.distributed.survivors import Agent, Board, Connecting
+from evener.strategies.distributed.survivors import FORKS, PROCESS, Agent, Board, Connecting
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -31,10 +33,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 3 --seed 8", "3"),
         ("--kills 51 --seed 11 --only 17", "3"),  # a validation's values were lost, as times were not logged again
         ("--kills 2 --seed 43 --plan validating:5:1 saving:4:0", "2"),  # in one section; its values came twice
+        ("--kills 18 --seed 21 --only 6", "3"),  # values of a validation that was done again came in another order
+        ("--kills 1 --ranks 3 --seed 8 --spares 1 --plan forward:5:1", "1"),
+        ("--kills 3 --ranks 3 --seed 9 --spares 2 --plan validating:2:0 logging:12:2 forward:20:1", "3"),
     ],
 )
 def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
-    done = warm_python.run(PROGRAM, "--ranks", "4", *words.split(), timeout=550)
+    ranks = () if "--ranks" in words else ("--ranks", "4")
+    done = warm_python.run(PROGRAM, *ranks, *words.split(), timeout=550)
     table = dict(re.findall(r"^\| (.+) \| (.+) \|$", done.stdout, re.MULTILINE))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (table["failures"], table["runs that differ"]) == (kills, "0")
@@ -82,6 +88,69 @@ def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order() 
     board.arm(0, False)
     assert not Agent(board).lose(1, [None, -9])
     board.close()
+
+
+def test_a_rank_that_died_is_forked_by_one_that_lives_until_no_spare_is_left() -> None:
+    board, adopted = Board(3), list[tuple[int, int]]()
+    agent = Agent(board, 2, lambda rank, pid: adopted.append((rank, pid)))
+    for rank in range(3):
+        board.arm(rank, True)
+    assert agent.lose(0, [-9, None, None])
+    for rank in (1, 2):
+        board.ask(rank, 1)
+    agent.assemble()
+    assert board.get(2, FORKS) == 1  # rank 0
+    board.set(0, PROCESS, 71)
+    agent.assemble()
+    assert (adopted, agent.dead, board.group) == ([(0, 71)], [], 0)
+    agent.assemble()
+    assert board.group == 0  # until it asks
+    assert agent.lose(0, [-9, None, None])  # while it joins
+    agent.assemble()
+    assert board.get(2, FORKS) == 1  # rank 0
+    board.set(0, PROCESS, 72)
+    agent.assemble()
+    board.ask(0, 1)
+    agent.assemble()
+    assert (board.group, adopted[1:], agent.dead) == (1, [(0, 72)], [])
+    assert agent.lose(0, [-9, None, None])
+    for rank in (1, 2):
+        board.ask(rank, 2)
+    agent.assemble()
+    assert (board.group, agent.dead) == (2, [0])
+    board.close()
+
+
+def test_the_others_go_on_without_a_rank_whose_fork_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivors, "FORK_S", 0.0)
+    board = Board(2)
+    agent = Agent(board, 1)
+    board.arm(0, True)
+    assert agent.lose(1, [None, -9])
+    board.ask(0, 1)
+    agent.assemble()
+    agent.assemble()
+    assert (board.group, agent.dead) == (1, [1])
+    board.close()
+
+
+def test_a_record_that_counts_stays_until_all_are_ready() -> None:
+    board = Board(1)
+    for section in (1, 2):
+        board.write(0, 0, section, b"%d" % section)
+    assert board.read(0, 0, 1, holds=True) == b"1"
+    board.write(0, 1, 1, b"1 of the next group")
+    assert board.read(0, 0, 1) == b"1"
+    board.close()
+
+
+def test_spares_are_refused_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = {"_target_": "evener.strategies.DDPStrategy", "batch_size_is": "global"}
+    launcher = {"survive": True, "spares": 1}
+    cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu", "launcher": launcher})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"got launcher\.spares=1 beside an accelerator"):
+        verify_survive(cfg, LaunchPlan.of(cfg), "")
 
 
 def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
