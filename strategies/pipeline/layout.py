@@ -200,10 +200,10 @@ class StageLayout(Layout):
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
         steps[0] = partial(self._watched, steps[0])
-        steps = [self.reader.reading(step, size, sum(sizes)) for step, size in zip(steps, sizes, strict=True)]
+        steps = [self.reader.reading(step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes)
         logs.follow_metrics()
-        meet = self.reader.scale if (plan := self.reader.plan).needs_all and not plan.is_linear else None
+        meet = self.reader.scale if self.reader.plan.needs_all else None
         with logs.recording(self.reader.values, "training_step", sizes), self.stages.reading(batch):
             outputs = self._microbatches.run(names, steps, gradients, meet)
         result = logs.combine(outputs, sizes, results)

@@ -62,18 +62,15 @@ class LossReader:
         if self.parts:
             self.parts = []
 
-    def reading(self, step: Callable[..., Any], num: float, num_here: float | None = None) -> Callable[..., Any]:
+    def reading(self, step: Callable[..., Any], num: float) -> Callable[..., Any]:
         """Return a step that reads its loss, of `num` samples, once it is known.
-
-        Args:
-            num_here: samples of this process, if a part may go backward before the next has been forward.
 
         Raises:
             ConfigError: it is computed otherwise than in the run's first step, as far as is known without waiting.
         """
-        return step if self.plan.is_of_samples else partial(self._read, step, num, num_here)
+        return step if self.plan.is_of_samples else partial(self._read, step, num)
 
-    def _read(self, step: Callable[..., Any], num: float, num_here: float | None, *args: Any, **kwargs: Any) -> Any:
+    def _read(self, step: Callable[..., Any], num: float, *args: Any, **kwargs: Any) -> Any:
         plan, tape = self.plan, active_tape()
         assert plan.program is not None
         eagerly = nullcontext() if self._is_seen else torch.compiler.set_stance("force_eager")
@@ -89,8 +86,6 @@ class LossReader:
                 'not known. Use evener.mean, or return {"loss": loss, "loss_weight": n} from training_step.'
             )
         self.parts.append(part)
-        if plan.is_linear and num_here is not None:
-            part.scale_alone(part.num / (self.num_whole or num_here))
         if plan.needs_all:
             return output
         return {**(output if isinstance(output, dict) else {}), "loss": loss, FOUND: part.weight}

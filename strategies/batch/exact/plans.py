@@ -20,13 +20,13 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from .values import RETURNED, Leaf, Program, Seen, Tape, program_of
+from .values import RETURNED, Comparison, Leaf, Program, Tape
 
-Number: TypeAlias = Tensor | float
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 _CLAMPS = ("clamp", "maximum", "minimum", "max.other", "min.other")
 """Operations by which a number of the whole batch is another function of it than a part's."""
+_SAMPLES = -1
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,10 @@ class Plan:
     Args:
         program: of the loss; None for a mean over samples.
         base: the leaf by which the whole loss counts; None if the gradient of each leaf is put in its place.
-        is_linear: whether these gradients are those of any part, so that it may go backward as soon as it is known.
     """
 
     program: Program | None = None
     base: int | None = None
-    is_linear: bool = False
 
     @property
     def is_of_samples(self) -> bool:
@@ -50,10 +48,7 @@ class Plan:
 
     @property
     def needs_all(self) -> bool:
-        """Whether the gradients of leaves are put in their place, for which those of all parts must be known.
-
-        One part after the other can do with its own if `is_linear`.
-        """
+        """Whether the gradients of leaves are put in their place, for which those of all parts must be known."""
         return self.program is not None and self.base is None
 
 
@@ -61,79 +56,57 @@ OF_SAMPLES = Plan()
 """The plan of a mean over samples."""
 
 
-def proposals(whole: Seen, cuts: Sequence[Sequence[Seen]], name: str = RETURNED) -> Iterator[Plan]:
-    """Yield plans of a loss that was logged under a name, the cheapest first."""
-    program = program_of(name, whole, cuts)
+def proposals(seen: Comparison) -> Iterator[Plan]:
+    """Yield plans of the loss that a step returned, the cheapest first."""
+    program = seen.program(RETURNED)
     if program is None:
         yield OF_SAMPLES
         return
-    pieces = [whole, *(piece for cut in cuts for piece in cut)]
-    if all((leaf.grad and leaf.how == "sum") or _follows_samples(leaf, pieces) for leaf in program.leaves):
-        yield OF_SAMPLES
-    yield from (Plan(program, j) for j in range(len(program.leaves)) if _is_weight(program, j, pieces))
+    yield from (OF_SAMPLES if base == _SAMPLES else Plan(program, base) for base in _bases(program, seen))
     if not any(leaf.how in ("max", "min") for leaf in program.leaves):
-        yield Plan(program, is_linear=_is_linear(program, pieces))
+        yield Plan(program)
 
 
-def _is_weight(program: Program, base: int, pieces: Sequence[Seen]) -> bool:
-    """Whether a program of any leaves is the mean of its values of parts by one leaf, or what that divides by.
+def _bases(program: Program, seen: Comparison) -> list[int]:
+    """The leaves by which a loss is the mean of those of any parts, or by what they divide by; -1 for samples.
 
-    Counts that are the same in all pieces are the same in all batches.
+    Three parts are drawn. Counts that are the same in all pieces are the same in all batches.
     """
-    is_count = [leaf.how == "mean" or (leaf.how == "sum" and not (leaf.grad or leaf.shape)) for leaf in program.leaves]
-    if program.leaves[base].shape or not is_count[base] or any(c in name for name, *_ in program.ops for c in _CLAMPS):
-        return False
-    draw, one = partial(torch.randint, 1, 50, generator=torch.Generator()), torch.ones(3, 1)
-    columns, alike, weights = list[Tensor](), dict[Any, Tensor](), one
+    if any(c in name for name, _ in program.ops for c in _CLAMPS):
+        return []
+    draw = partial(torch.randint, 1, 50, generator=torch.Generator(), dtype=torch.float64)
+    one, samples = torch.ones(3, 1, dtype=torch.float64), draw((3, 1))
+    weights, alike, columns = {_SAMPLES: samples}, dict[Any, Tensor](), list[Tensor]()
     for j, leaf in enumerate(program.leaves):
-        k = 1 if leaf.how == "mean" else 2
-        own = [piece.tape.rows(program)[j][k:] for piece in pieces]
         values = draw((3, torch.Size(leaf.shape).numel()))
-        values = values[:1].expand_as(values) if leaf.how == "same" else values
-        if is_count[j]:
-            counts = alike.setdefault(tuple(float(row[0]) for row in own), draw((3, 1)))
-            weights = counts if j == base else weights
-            columns.append(torch.cat([one, counts, values * counts] if k == 1 else [one, one, counts], 1))
+        k = 1 if leaf.how == "mean" else 2 if leaf.how == "sum" and not (leaf.grad or leaf.shape) else 0
+        if k:
+            counts = tuple(float(piece.tape.rows(program)[j][k:][0]) for piece in seen.pieces)
+            drawn = samples * counts[0] if _follows_samples(leaf, seen) else alike.setdefault(counts, draw((3, 1)))
+            weights |= {} if k == 1 and leaf.shape else {j: drawn}
+            columns.append(torch.cat([one, drawn, values * drawn] if k == 1 else [one, one, drawn], 1))
         else:
+            values = values[:1].expand_as(values) if leaf.how == "same" else values
             columns.append(torch.cat([one, one, values], 1))
-    parts = [[column[i].double() for column in columns] for i in range(3)]
+    parts = [[column[i] for column in columns] for i in range(3)]
     with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
-        values = torch.stack([program.value(part) for part in (*parts, program.merged(parts))]).double()
-        return bool(torch.isclose(values[:3] @ weights.double()[:, 0] / weights.sum(), values[3], rtol=1e-4))
-    return False
+        values = torch.stack([program.value(rows) for rows in (*parts, program.merged(parts))])
+        close, values = partial(torch.isclose, rtol=max(1e-4, 4 * torch.finfo(values.dtype).eps)), values.double()
+        return [j for j, by in weights.items() if close(values[:3] @ by[:, 0] / by.sum(), values[3])]
+    return []
 
 
-def _is_linear(program: Program, pieces: Sequence[Seen]) -> bool:
-    """Whether the gradients by leaves are the same whatever these are, but for means over samples their share."""
-    means = [leaf for leaf in program.leaves if leaf.grad and leaf.how == "mean"]
-    if any(c in name for name, *_ in program.ops for c in _CLAMPS) or not all(
-        _follows_samples(m, pieces) for m in means
-    ):
-        return False
-    draw, own = partial(torch.randn, generator=torch.Generator()), pieces[0].tape.rows(program, torch.device("cpu"))
-    found = list[Tensor]()
-    with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
-        for size in (1e-3, 1e-3, 1.0, 1.0, 1.0, 1e4, 1e4, 1e4):
-            drawn = [torch.cat([row[:2], size * draw(len(row) - 2)]) for row in own]
-            rows = [a if leaf.how == "same" else b for leaf, a, b in zip(program.leaves, own, drawn, strict=True)]
-            found.append(torch.cat([one.flatten() for one in program.slopes(rows) if one is not None]))
-        return all(torch.equal(found[0], slopes) for slopes in found)
-    return False
-
-
-def _follows_samples(leaf: Leaf, pieces: Sequence[Seen]) -> bool:
-    """Whether a count is that of samples, times a constant, by what it is and not by chance; or alike in all parts."""
-    if leaf.how == "same":
-        return True
-    found = [(piece.tape.by_site[leaf.site], piece.num) for piece in pieces if leaf.site in piece.tape.by_site]
-    first = found[0][0]
+def _follows_samples(leaf: Leaf, seen: Comparison) -> bool:
+    """Whether a count is that of samples, times a constant, by what it is and not by chance."""
+    found = seen.entries(leaf.site)
     if leaf.how == "mean" and "nll_loss" in leaf.site[0]:  # one target per sample, of which none is ignored
         return all(entry.shapes[1:3] == [(num,), None] and entry.count == num for entry, num in found)
-    is_python = isinstance(first.count, (int, float)) if leaf.how == "mean" else leaf.slot >= 0
     counts = [entry.count if leaf.how == "mean" else entry.args[leaf.slot] for entry, _ in found]
-    is_fixed = is_python and not any(isinstance(one, Tensor) for one in counts) and not first.is_picked
-    return is_fixed and all(n and abs(n * found[0][1] - counts[0] * num) < 1e-6 * n * num
-                            for n, (_, num) in zip(counts, found, strict=True))  # fmt: skip
+    is_fixed = (leaf.how == "mean" or leaf.slot >= 0) and all(isinstance(one, (int, float)) for one in counts)
+    return is_fixed and not found[0][0].picked > 0 and all(
+        n and abs(n * found[0][1] - counts[0] * num) < 1e-6 * n * num
+        for n, (_, num) in zip(counts, found, strict=True)
+    )  # fmt: skip
 
 
 class Part:
@@ -152,26 +125,20 @@ class Part:
     """How many hooks all parts have registered on nodes of graphs; torch counts them with those of modules."""
 
     def __init__(self, loss: Tensor, plan: Plan, num: float, tape: Tape) -> None:
-        assert plan.program is not None
-        self.plan, self.program, self.loss, self.num = plan, plan.program, loss, num
-        self.rows = [row if num else torch.zeros_like(row) for row in tape.rows(plan.program, loss.device)]
-        self._numbers = tape.numbers(plan.program)
+        self.plan, self.loss, self.num = plan, loss, num
+        self.program = program = plan.program or Program((), ())
+        self.rows = [row if num else torch.zeros_like(row) for row in tape.rows(program, loss.device)]
+        self._numbers = tape.numbers(program)
         self.handles: list[Any] = []
         """Hooks on the graph, which go with it."""
 
     @property
-    def weight(self) -> Number:
+    def weight(self) -> Tensor | float:
         """What the whole loss counts by."""
         if self.plan.base is None:
             return self.num
         row = self.rows[self.plan.base]
         return row[1] if self.program.leaves[self.plan.base].how == "mean" else row[2]
-
-    def scale_alone(self, share: float) -> None:
-        """Do what `scale` does, for a plan that is linear, before the leaves of other parts are known."""
-        rows = zip(self.program.leaves, self.rows, strict=True)
-        alike = [torch.cat([row[:1], row[1:] / (share or 1)]) if leaf.how == "mean" else row for leaf, row in rows]
-        self.scale(alike, share)
 
     def scale(self, merged: Sequence[Tensor], share: float) -> None:
         """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.
@@ -182,8 +149,9 @@ class Part:
         """
         upstream, nodes = list[Tensor | None](), self._nodes()
         self._keep(self.loss.grad_fn, partial(_noted, upstream))
-        for j, (leaf, slope) in enumerate(zip(self.program.leaves, self.program.slopes(merged), strict=True)):
-            if slope is None or j not in nodes:
+        for j, slope in self.program.slopes(merged).items():
+            leaf = self.program.leaves[j]
+            if j not in nodes:
                 continue
             own = slope * (share if leaf.how == "same" else 1.0)
             if leaf.how == "mean":
@@ -197,17 +165,30 @@ class Part:
 
     def _nodes(self) -> dict[int, Any]:
         """The nodes of the graph that have computed the leaves, found by torch's numbers of them."""
-        found, seen, left, wanted = dict[int, Any](), set[Any](), [self.loss.grad_fn], set(self._numbers.values())
-        while left and len(found) < len(wanted):
-            node: Any = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        found, wanted = dict[int, Any](), set(self._numbers.values())
+        for node in graph(self.loss, wanted):
             if node._sequence_nr() in wanted:
                 found[node._sequence_nr()] = node
-            elif "OverBatch" not in node.name():  # of several parts' graphs
-                left += [child for child, _ in node.next_functions]
+                if len(found) == len(wanted):
+                    break
         return {j: found[number] for j, number in self._numbers.items() if number in found}
+
+
+def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, each once.
+
+    Args:
+        ends: numbers of nodes below which nothing matters; neither do graphs of several parts then.
+    """
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if ends is None or not (node._sequence_nr() in ends or "OverBatch" in node.name()):
+            left += [child for child, _ in node.next_functions]
 
 
 def _noted(upstream: list[Tensor | None], gradients: Gradients) -> None:
@@ -223,13 +204,3 @@ def _put(upstream: list[Tensor | None], gradient: Tensor, share: float, k: int, 
         found.to(one.device, one.dtype).reshape(one.shape) if j == k and one is not None else one
         for j, one in enumerate(gradients)
     )
-
-
-def ratio(own: Number, total: Number) -> Number:
-    """A fraction; 0 of nothing."""
-    if isinstance(own, Tensor) or isinstance(total, Tensor):
-        like = total if isinstance(total, Tensor) else own
-        assert isinstance(like, Tensor)
-        whole, part = (torch.as_tensor(one, dtype=like.dtype, device=like.device) for one in (total, own))
-        return torch.where(whole == 0, 0.0, part / whole)
-    return own / total if total else 0.0

@@ -11,11 +11,12 @@ whole batch follow from those of its parts: they add up, with what they are divi
 A part whose own value is not what the program makes of its own leaves (other operations ran) has it by samples.
 """
 
+import operator
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from pathlib import Path
 from types import CodeType, FrameType
@@ -34,12 +35,10 @@ from ...core.module_log import lightning_modules, module_log, received
 Site = tuple[Any, ...]
 """An operation's name, the lines of code that called it, and how many such calls were before it in the step."""
 
-LOSS = "the loss"
-"""Stands, before its number, for the name of a loss of a training step, which need not be logged."""
-RETURNED = f"{LOSS} 0"
-"""That of the loss which the step returns."""
+RETURNED = "the loss"
+"""Stands for the name of the loss that a training step returns, which need not be logged."""
 
-_RESULT = -1
+_CPU = torch.device("cpu")
 _MOST_ELEMENTS = 1024
 _NEAR = 6
 """Operations after which it no longer matters that the data have chosen rows."""
@@ -70,11 +69,10 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ref:
-    """A result of an operation of a program, or a leaf, for which `op` is -1; detached where it is used, perhaps."""
+    """A result of an operation of a program, or a leaf, for which `op` is -1."""
 
     op: int
     k: int
-    detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,13 @@ class Program:
     """How a value is computed from leaves.
 
     Args:
-        ops: name, positional and keyword arguments of each operation, and whether gradients went through it.
+        ops: name, positional and keyword arguments of each operation.
         out: the value.
     """
 
     leaves: tuple[Leaf, ...]
-    ops: tuple[tuple[str, Any, bool], ...]
-    out: _Ref
+    ops: tuple[tuple[str, Any], ...]
+    out: _Ref = _Ref(-1, 0)
 
     @property
     def sizes(self) -> list[int]:
@@ -103,31 +101,28 @@ class Program:
     @torch.no_grad()
     def value(self, rows: Sequence[Tensor]) -> Tensor:
         """The value of merged leaves, see `Tape.rows`."""
-        return self._computed(list(map(_read, self.leaves, rows)), False)
+        return self._computed(list(map(_read, self.leaves, rows)))
 
-    def slopes(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the value by merged leaves; None for one without a graph."""
-        leaves = [
-            _read(leaf, row).requires_grad_(leaf.grad and leaf.dtype.is_floating_point)
-            for leaf, row in zip(self.leaves, rows, strict=True)
-        ]
-        with torch.enable_grad():
-            value = self._computed([leaf.clone() for leaf in leaves], True)
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else ())
-        return [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+    @torch.enable_grad()
+    def slopes(self, rows: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients of the value by merged leaves, of those that have a graph."""
+        leaves = [_read(leaf, row).requires_grad_(leaf.grad) for leaf, row in zip(self.leaves, rows, strict=True)]
+        value = self._computed([leaf.clone() for leaf in leaves])
+        wanted = {j: leaf for j, leaf in enumerate(leaves) if leaf.requires_grad}
+        if not value.requires_grad:  # of sums that nobody has
+            return {}
+        found = torch.autograd.grad(value, [*wanted.values()], allow_unused=True, materialize_grads=True)
+        return dict(zip(wanted, found, strict=True))
 
-    def _computed(self, leaves: Sequence[Any], grad: bool) -> Tensor:
+    def _computed(self, leaves: Sequence[Any]) -> Tensor:
         results = list[list[Any]]()
 
         def get(ref: _Ref) -> Any:
-            value = leaves[ref.k] if ref.op < 0 else results[ref.op][ref.k]
-            return value.detach() if ref.detached else value
+            return leaves[ref.k] if ref.op < 0 else results[ref.op][ref.k]
 
-        for name, given, has_grad in self.ops:
+        for name, given in self.ops:
             args, kwargs = tree_map_only(_Ref, get, given)
-            with torch.set_grad_enabled(grad and has_grad):
-                results.append(tree_leaves(_operation(name)(*args, **kwargs)))
+            results.append(tree_leaves(_operation(name)(*args, **kwargs)))
         return get(self.out).reshape(())
 
     def merged(self, parts: Sequence[Sequence[Tensor]], device: torch.device | None = None) -> list[Tensor]:
@@ -159,7 +154,7 @@ class _Entry:
         count: what its result is divided by; None if that is not known.
         has_grad: whether gradients go through it.
         node: the number that autograd gave to its node, or to the last one before.
-        picked: over 0 if the data have chosen rows some operations before.
+        picked: over 0 if the data have chosen rows some operations before, so that their number is what the data say.
     """
 
     site: Site
@@ -173,10 +168,26 @@ class _Entry:
     node: int
     picked: int
 
+
+@dataclass
+class Logged:
+    """A value that a step has logged as a mean, or returned as its loss.
+
+    Args:
+        value: as it was given; `kept` is a copy.
+        batch_size: as it was given.
+        ref: what has computed it; None if that is not known, or if several were logged.
+    """
+
+    value: Any
+    kept: Any
+    batch_size: Any
+    ref: _Ref | None
+
     @property
-    def is_picked(self) -> bool:
-        """Whether the number of rows is what the data say."""
-        return self.picked > 0
+    def number(self) -> Any:
+        """It as a float; None for others."""
+        return _number(self.kept)
 
 
 class Tape(TorchDispatchMode):
@@ -196,29 +207,24 @@ class Tape(TorchDispatchMode):
         self._found: dict[Leaf, Tensor] = {}
         self._nodes: dict[Leaf, int] = {}
         self._counts = Counter[Site]()
-        self._frame: FrameType | None = None
-        self._outer: Tape | None = None
-        self._depth = 0
+        self._frames = list[FrameType]()
         self.entries, self.by_site = list[_Entry](), dict[Site, _Entry]()
         self._makers: dict[Any, _Ref] = {}
         self._numbers: dict[float, _Ref] = {}
         self._kept: list[Any] = []  # their addresses are not used again
-        self.logged: dict[str, _Ref | None] = {}
+        self.logged: dict[str, Logged] = {}
 
     @override
     def __enter__(self) -> "Tape":
-        self._frame, self._depth = self._frame or sys._getframe(1), self._depth + 1
-        self._outer, _local.tape = active_tape() if self._depth == 1 else self._outer, self
-        super().__enter__()
-        return self
+        self._frames.append(self._frames[0] if self._frames else sys._getframe(1))
+        _tapes().append(self)
+        return super().__enter__()
 
     @override
     def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
-        self._depth -= 1
-        if not self._depth:
-            self._frame, _local.tape = None, self._outer  # the frame holds the tape
-            self._outer = None
+        _tapes().pop()
+        self._frames.pop()  # which holds the tape
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,7 +247,7 @@ class Tape(TorchDispatchMode):
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         lines, frame = [name], sys._getframe(2)
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not self._frames[0]:
             if _is_users(frame.f_code):
                 lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             frame = frame.f_back
@@ -256,48 +262,47 @@ class Tape(TorchDispatchMode):
             value = results[-leaf.slot - 1] if leaf.slot < 0 else flat[leaf.slot]
             count = _count(func, args, kwargs, results) if leaf.how == "mean" else None
             self._found[leaf] = _row(value, count, results)
-            if leaf.grad:
-                self._nodes[leaf] = _last_node()
+            self._nodes[leaf] = _last_node()
         return None
 
     def _keep(self, site: Site, spec: Any, flat: list[Any], results: list[Any], count: Any) -> None:
-        args = [self._made(arg) if isinstance(arg, Tensor) else arg for arg in flat]
-        copies = [_small(one) for one in results]
-        shapes, made = ([_shape(one) for one in some] for some in (flat, results))
-        count = _small(count) if isinstance(count, Tensor) else count
+        args = [self._maker(arg) or _small(arg) if isinstance(arg, Tensor) else arg for arg in flat]
+        shapes, made = ([tuple(x.shape) if isinstance(x, Tensor) else None for x in some] for some in (flat, results))
         has_grad = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in flat)
+        has_grad = has_grad and site[0] != "aten.detach.default"
         picks = any(isinstance(arg, Tensor) and arg.dtype in (torch.bool, torch.uint8) for arg in flat[1:])
         picked = _NEAR * (site[0].startswith(_PICKS) and picks)
         picked = max([picked, *(self.entries[ref.op].picked - 1 for ref in args if isinstance(ref, _Ref))])
+        count = _small(count) if isinstance(count, Tensor) else count
+        copies = list(map(_small, results))
         entry = _Entry(site, spec, args, shapes, copies, made, count, has_grad, _last_node(), picked)
         self.by_site[site] = entry
         self.entries.append(entry)
         self._kept.append(results)
         for k, one in enumerate(results):
-            if isinstance(one, Tensor) and not (site[0] == "aten.detach.default" and isinstance(args[0], _Ref)):
-                self._makers[_address(one)] = _Ref(len(self.entries) - 1, k)
+            if isinstance(one, Tensor):
+                self._makers[_address(one), has_grad] = _Ref(len(self.entries) - 1, k)
             elif isinstance(one, float) and isinstance(args[0], _Ref):  # item()
                 self._numbers[one] = args[0]
 
-    def _made(self, value: Tensor) -> Any:
-        """What has made a tensor; else a copy if it is small."""
-        ref = self._makers.get(_address(value))
-        if ref is None:
-            return _small(value)
-        return replace(ref, detached=self.entries[ref.op].has_grad and not value.requires_grad)
+    def _maker(self, value: Tensor) -> _Ref | None:
+        """What has made a tensor, of which another one, detached, may have the memory."""
+        place, grad = _address(value), value.requires_grad
+        return self._makers.get((place, grad)) or self._makers.get((place, not grad))
 
-    def log(self, name: str, value: Any) -> None:
-        """Note which result is logged."""
-        found = self._makers.get(_address(value)) if isinstance(value, Tensor) else self._numbers.get(value)
-        self.logged[name] = None if name in self.logged else found
+    def log(self, name: str, value: Any, batch_size: Any = None) -> None:
+        """Note what is logged, and which result it is."""
+        ref = self._maker(value) if isinstance(value, Tensor) else self._numbers.get(value)
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        self.logged[name] = Logged(value, kept, batch_size, None if name in self.logged else ref)
 
     def rows(self, program: Program, device: torch.device | None = None) -> list[Tensor]:
         """The leaves of a program, each as a tensor of (presence, divisor, elements times divisor)."""
-        empty = (torch.zeros(size, dtype=torch.float64) for size in program.sizes)
         found = [self._row(leaf) for leaf in program.leaves]
-        like = next((row for row in found if row is not None), None)
-        rows = [none if row is None else row for row, none in zip(found, empty, strict=True)]
-        return rows if like is None else [row.to(device or like.device, like.dtype) for row in rows]
+        like = next((row for row in found if row is not None), torch.empty(0, dtype=torch.float64))
+        empty = (torch.zeros(size, dtype=torch.float64) for size in program.sizes)
+        rows = (none if row is None else row for row, none in zip(found, empty, strict=True))
+        return [row.to(device or like.device, like.dtype) for row in rows]
 
     def _row(self, leaf: Leaf) -> Tensor | None:
         value = self.value(leaf.site, leaf.slot)
@@ -327,9 +332,14 @@ def _last_node() -> int:
 _local = threading.local()
 
 
+def _tapes() -> list[Tape]:
+    """Those that record in this thread, the innermost last."""
+    return vars(_local).setdefault("tapes", [])
+
+
 def active_tape() -> Tape | None:
     """The innermost tape that records in this thread."""
-    return getattr(_local, "tape", None)
+    return _tapes()[-1] if _tapes() else None
 
 
 def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
@@ -348,16 +358,14 @@ def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
 
 def _row(value: Any, count: Any, like: Sequence[Any]) -> Tensor:
     device = next((one.device for one in (value, *like) if isinstance(one, Tensor)), torch.device("cpu"))
-    # a number is filled in on the device, since copying it there would wait
     dtype = precise_dtype(device)
-    number, by = (
-        (
-            one.detach().to(device, dtype)
-            if isinstance(one, Tensor)
-            else torch.full((), one, dtype=dtype, device=device)
-        ).flatten()
-        for one in (value, 1.0 if count is None else count)
-    )
+
+    def flat(one: Any) -> Tensor:
+        if isinstance(one, Tensor):
+            return one.detach().to(device, dtype).flatten()
+        return torch.full((1,), one, dtype=dtype, device=device)  # on the device, since copying it there would wait
+
+    number, by = flat(value), flat(1.0 if count is None else count)
     return torch.cat([torch.ones_like(by), by, torch.where(by == 0, 0.0, number * by)])
 
 
@@ -391,7 +399,7 @@ def _operation(name: str) -> Any:
 
 @cache
 def _is_users(code: CodeType) -> bool:
-    return not code.co_filename.startswith(_NOT_OF_USERS) and not code.co_filename.startswith("<")
+    return not code.co_filename.startswith((*_NOT_OF_USERS, "<"))
 
 
 def _address(value: Tensor) -> Any:
@@ -403,58 +411,135 @@ def _small(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS else None
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
 @dataclass
 class Seen:
-    """A step on some samples: their number, its tape, and what it logged as means.
-
-    Each is a copy of the value, the `batch_size` that was given, and what was logged.
-    """
+    """A step on some samples: their number, and its tape."""
 
     num: int
     tape: Tape = field(default_factory=Tape)
-    logged: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict[str, "tuple[Any, Any, Any]"])
 
 
-def find_programs(whole: Seen, cuts: Sequence[Sequence[Seen]]) -> tuple[dict[str, Program], list[str]]:
-    """Find how logged values of parts of a batch make the whole's.
+class Comparison:
+    """How the values of a step on some samples follow from those of parts of these."""
 
-    Returns:
-        The programs of values that are no mean over samples, and the names of those that have none.
-    """
-    found, unknown = dict[str, Program](), list[str]()
-    pieces = [piece for cut in cuts for piece in cut]
-    for name, (value, *_) in whole.logged.items():
-        if name.startswith(LOSS):
-            continue
-        if any(name not in piece.logged for piece in pieces) or _number(value) is None:
-            continue
-        if any(_follows(name, whole, cuts, given) for given in (False, True)):
-            continue
-        program = program_of(name, whole, cuts)
-        if program is None:
-            unknown.append(name)
+    def __init__(self, whole: Seen, parts: Sequence[Seen]) -> None:
+        self.whole, self.parts, self.pieces = whole, parts, (whole, *parts)
+        self._leaves: list[Leaf] = []
+        self._ops: list[Any] = []
+        self._refs: dict[_Ref, _Ref] = {}
+        self._kinds = list[str]()
+        for entry in whole.tape.entries:
+            self._kinds.append(self._kind(entry))
+
+    def programs(self) -> tuple[dict[str, Program], list[str]]:
+        """The programs of logged values that are no mean over samples, and the names of those that have none."""
+        found, unknown = dict[str, Program](), list[str]()
+        for name, value in self.whole.tape.logged.items():
+            is_everywhere = all(name in part.tape.logged for part in self.parts)
+            if name == RETURNED or value.number is None or not is_everywhere or self._is_mean(name):
+                continue
+            program = self.program(name)
+            if program is None:
+                unknown.append(name)
+            else:
+                found[name] = program
+        return found, unknown
+
+    def _is_mean(self, name: str) -> bool:
+        """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
+        logged = [part.tape.logged[name] for part in self.parts]
+        whole, values = self.whole.tape.logged[name], [one.number for one in logged]
+        tolerance = _tolerance(whole.kept) * (1e-2 if _tolerance(whole.kept) < 1e-8 else 1.0)  # a program is exact
+        for weights in ([part.num for part in self.parts], [_number(one.batch_size) for one in logged]):
+            total = 0 if None in weights else sum(weights)
+            if total and _near(sum(map(operator.mul, values, weights)) / total, whole.number, values, tolerance):
+                return True
+        return False
+
+    def program(self, name: str) -> Program | None:
+        """The program of a value; None if there is none that makes the whole's of the parts'."""
+        self._leaves, self._ops, self._refs = [], [], {}
+        whole = self.whole.tape.logged.get(name)
+        try:
+            if whole is None or whole.ref is None:
+                return None
+            out = self._ref(whole.ref)
+        except LookupError:
+            return None
+        program = Program(tuple(self._leaves), tuple(self._ops), out)
+        rows = [part.tape.rows(program, _CPU) for part in self.parts]
+        values = [part.tape.logged[name].number for part in self.parts]
+        found = [float(program.value(own)) for own in (*rows, program.merged(rows))]
+        tolerance = _tolerance(whole.kept)
+        fits = (_near(a, b, values, tolerance) for a, b in zip(found, (*values, whole.number), strict=True))
+        return program if all(fits) else None
+
+    def entries(self, site: Site) -> list[tuple[_Entry, int]]:
+        """What pieces have recorded at a place, and their samples, the whole first."""
+        return [(entry, piece.num) for piece in self.pieces if (entry := piece.tape.by_site.get(site)) is not None]
+
+    def _kind(self, entry: _Entry) -> str:
+        """Whether an operation reduces the batch (`leaf`), or comes after (`op`); else empty."""
+        others = [other for other, _ in self.entries(entry.site)]
+        is_number = all(shape in ((), None) for shape in entry.result_shapes)
+        by_data = torch.Tag.dynamic_output_shape in _operation(entry.site[0]).tags  # as many as others by chance
+        if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
+            return ""
+        given = [i for i, shape in enumerate(entry.shapes) if shape is not None]
+        after = any(isinstance(entry.args[i], _Ref) and self._kinds[entry.args[i].op] for i in given)
+        varies = any(
+            len(o.shapes) != len(entry.shapes) or o.shapes[i] != entry.shapes[i] for o in others for i in given
+        )
+        if after and not varies and all(entry.args[i] is not None for i in given):
+            return "op"
+        return "leaf" if varies or is_number else ""
+
+    def _ref(self, ref: _Ref) -> _Ref:
+        if ref in self._refs:
+            return self._refs[ref]
+        entry, kind = self.whole.tape.entries[ref.op], self._kinds[ref.op]
+        if kind == "leaf":
+            self._refs[ref] = self._leaf(entry, -1 - ref.k)
+        elif kind == "op":
+            args, name = [self._arg(entry, i) for i in range(len(entry.args))], entry.site[0]
+            if any(isinstance(arg, _Ref) and shape is None for arg, shape in zip(args, entry.shapes, strict=True)):
+                name = name.replace(".Scalar", ".Tensor")  # of a number that varies
+            self._ops.append((name, tree_unflatten(args, entry.spec)))
+            self._refs |= {_Ref(ref.op, k): _Ref(len(self._ops) - 1, k) for k in range(len(entry.results))}
         else:
-            found[name] = program
-    return found, unknown
+            raise LookupError
+        return self._refs[ref]
 
+    def _arg(self, entry: _Entry, i: int) -> Any:
+        arg = entry.args[i]
+        if isinstance(arg, _Ref) and self._kinds[arg.op]:
+            return self._ref(arg)
+        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        varies = is_number and any(other.args[i] != arg for other, _ in self.entries(entry.site))
+        return self._leaf(entry, i) if varies or entry.shapes[i] is not None else arg
 
-def _follows(name: str, whole: Seen, cuts: Sequence[Sequence[Seen]], given: bool) -> bool:
-    """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
-    value = whole.logged[name][0]
-    wanted, tolerance = _number(value), _tolerance(value)
-    tolerance *= 1e-2 if tolerance < 1e-8 else 1.0  # in float64, where a program would be exact
-    for cut in cuts:
-        weights = [_number(part.logged[name][1] if given else part.num) for part in cut]
-        if None in weights or not sum(weights):
-            return False
-        values = [_number(part.logged[name][0]) for part in cut]
-        if not _near(sum(map(float.__mul__, values, weights)) / sum(weights), wanted, values, tolerance):
-            return False
-    return True
+    def _leaf(self, entry: _Entry, slot: int) -> _Ref:
+        value = self.whole.tape.value(entry.site, slot)
+        if value is None:
+            raise LookupError
+        number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        grad = slot < 0 and entry.has_grad and number.is_floating_point()
+        counted = entry.count is not None and slot == -1
+        first = "mean" if counted else "sum" if entry.site[0].startswith(_SUMS) and slot < 0 else "same"
+        for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
+            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype, grad)
+            if self._merges(leaf, number):
+                self._leaves.append(leaf)
+                return _Ref(-1, len(self._leaves) - 1)
+        raise LookupError
+
+    def _merges(self, leaf: Leaf, wanted: Tensor) -> bool:
+        """Whether the whole's leaf is that of the parts, merged."""
+        tolerance, program = _tolerance(wanted) if wanted.is_floating_point() else 1e-9, Program((leaf,), ())
+        rows = torch.stack([row for part in self.parts for row in part.tape.rows(program, _CPU)])
+        found = [_merged(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
+        close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
+        return all(close(_read(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found)
 
 
 def _number(value: Any) -> Any:
@@ -472,121 +557,6 @@ def _near(one: float, other: float, parts: Sequence[float], tolerance: float) ->
     if other != other or one != one:  # nan
         return one != one and other != other
     return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
-
-
-def program_of(name: str, whole: Seen, cuts: Sequence[Sequence[Seen]]) -> Program | None:
-    """The program of a value; None if there is none that makes the whole's of the parts'."""
-    return _Builder(name, whole, cuts).build()
-
-
-class _Builder:
-    """Makes the program of one value."""
-
-    def __init__(self, name: str, whole: Seen, cuts: Sequence[Sequence[Seen]]) -> None:
-        self._name, self._whole, self._cuts = name, whole, cuts
-        self._tapes = [whole.tape, *(piece.tape for cut in cuts for piece in cut)]
-        self._leaves: list[Leaf] = []
-        self._ops: list[Any] = []
-        self._refs: dict[_Ref, _Ref] = {}
-        self._kinds = list[str]()
-        for entry in whole.tape.entries:
-            self._kinds.append(self._kind(entry))
-
-    def build(self) -> Program | None:
-        """The program; None if there is none that makes the whole's value of the parts'."""
-        out = self._whole.tape.logged.get(self._name)
-        if out is None:
-            return None
-        try:
-            out = self._ref(out)
-        except LookupError:
-            return None
-        program = Program(tuple(self._leaves), tuple(self._ops), out)
-        wanted = self._whole.logged[self._name][0]
-        tolerance = _tolerance(wanted)
-        for cut in self._cuts:
-            parts = [piece.tape.rows(program, torch.device("cpu")) for piece in cut]
-            values = [_number(piece.logged[self._name][0]) for piece in cut]
-            found = [float(program.value(rows)) for rows in (*parts, program.merged(parts))]
-            if not all(_near(a, b, values, tolerance) for a, b in zip(found, (*values, _number(wanted)), strict=True)):
-                return None
-        return program
-
-    def _others(self, entry: _Entry) -> list[_Entry]:
-        return [tape.by_site[entry.site] for tape in self._tapes if entry.site in tape.by_site]
-
-    def _kind(self, entry: _Entry) -> str:
-        """Whether an operation reduces the batch (`leaf`), or comes after (`op`); else empty."""
-        others = self._others(entry)
-        is_number = all(shape in ((), None) for shape in entry.result_shapes)
-        by_data = torch.Tag.dynamic_output_shape in _operation(entry.site[0]).tags  # as many as others by chance
-        if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
-            return ""
-        given = [i for i, shape in enumerate(entry.shapes) if shape is not None]
-        after = [i for i in given if isinstance(entry.args[i], _Ref) and self._kinds[entry.args[i].op]]
-        varying = [
-            i
-            for i in given
-            if any(len(o.shapes) != len(entry.shapes) or o.shapes[i] != entry.shapes[i] for o in others)
-        ]
-        if after and not varying and all(entry.args[i] is not None for i in given):
-            return "op"
-        return "leaf" if varying or is_number else ""
-
-    def _ref(self, ref: _Ref) -> _Ref:
-        if ref.detached:
-            return replace(self._ref(replace(ref, detached=False)), detached=True)
-        if ref in self._refs:
-            return self._refs[ref]
-        entry, kind = self._whole.tape.entries[ref.op], self._kinds[ref.op]
-        if kind == "leaf":
-            self._refs[ref] = self._leaf(entry, -1 - ref.k)
-        elif kind == "op":
-            args, name = [self._arg(entry, i) for i in range(len(entry.args))], entry.site[0]
-            if any(isinstance(arg, _Ref) and shape is None for arg, shape in zip(args, entry.shapes, strict=True)):
-                name = name.replace(".Scalar", ".Tensor")  # of a number that varies
-            self._ops.append((name, tree_unflatten(args, entry.spec), entry.has_grad))
-            self._refs |= {_Ref(ref.op, k): _Ref(len(self._ops) - 1, k) for k in range(len(entry.results))}
-        else:
-            raise LookupError
-        return self._refs[ref]
-
-    def _arg(self, entry: _Entry, i: int) -> Any:
-        arg = entry.args[i]
-        if isinstance(arg, _Ref) and self._kinds[arg.op]:
-            return self._ref(arg)
-        if entry.shapes[i] is not None:
-            return self._leaf(entry, i)
-        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
-        if is_number and any(other.args[i] != arg for other in self._others(entry)):
-            return self._leaf(entry, i)
-        return arg
-
-    def _leaf(self, entry: _Entry, slot: int) -> _Ref:
-        value = self._whole.tape.value(entry.site, slot)
-        if value is None:
-            raise LookupError
-        number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        counted = entry.count is not None and slot == _RESULT
-        first = "mean" if counted else "sum" if entry.site[0].startswith(_SUMS) and slot < 0 else "same"
-        for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
-            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype, slot < 0 and entry.has_grad)
-            if self._merges(leaf, number):
-                self._leaves.append(leaf)
-                return _Ref(-1, len(self._leaves) - 1)
-        raise LookupError
-
-    def _merges(self, leaf: Leaf, wanted: Tensor) -> bool:
-        """Whether the whole's leaf is that of the parts, merged."""
-        tolerance = _tolerance(wanted) if wanted.is_floating_point() else 1e-9
-        for cut in self._cuts:
-            program = Program((leaf,), (), _Ref(-1, 0))
-            rows = torch.stack([row for part in cut for row in part.tape.rows(program, torch.device("cpu"))])
-            found = [_merged(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
-            close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
-            if not all(close(_read(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found):
-                return False
-        return True
 
 
 @dataclass
@@ -613,10 +583,10 @@ class Values:
 
     def of(self, step: str, loader: int = 0) -> Programs:
         """The programs of what a step logs."""
-        return {name: own for name, own in self.all_of(step, loader).items() if not name.startswith(LOSS)}
+        return {name: own for name, own in self.all_of(step, loader).items() if name != RETURNED}
 
     def all_of(self, step: str, loader: int = 0) -> Programs:
-        """Those, and of its losses."""
+        """Those, and of its loss."""
         return self.programs.get((step, loader), {})
 
     def knows_none(self, step: str) -> bool:

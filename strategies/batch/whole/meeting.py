@@ -62,8 +62,8 @@ class InTurn(Seat):
     @override
     def meet(self, where: str, value: Any, combine: Combine) -> Any:
         raise ConfigError(
-            f"{where} needs the rows of all micro-batches at once, but was not called in the first step, which decides "
-            "that a run gets whole batches. Call it in every step, or set num_microbatches=1."
+            f"{where} needs the rows of all micro-batches at once, but was not called when the first step was "
+            "verified, so that the run has no whole batches. Call it in every step, or set num_microbatches=1."
         )
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
-from evener.strategies.batch.exact.values import Seen, Tape, find_programs
+from evener.strategies.batch.exact.values import Comparison, Seen, Tape
 from evener.strategies.batch.whole.over_batch import over_batch
 from evener.trainer import Trainer
 
@@ -72,12 +72,11 @@ def seen(value: Value, i: int, j: int) -> Seen:
     with torch.inference_mode(), Tape() as tape:
         found = value(*rows(i, j))
         tape.log("v", found)
-    return Seen(j - i, tape, {"v": (found, None, found)})
+    return Seen(j - i, tape)
 
 
 def programs_of(value: Value) -> Any:
-    cuts = [[seen(value, 0, 5), seen(value, 5, 8)], [seen(value, 0, 7), seen(value, 7, 8)]]
-    return find_programs(seen(value, 0, 8), cuts)
+    return Comparison(seen(value, 0, 8), [seen(value, 0, 4), seen(value, 4, 7), seen(value, 7, 8)]).programs()
 
 
 @pytest.mark.parametrize(

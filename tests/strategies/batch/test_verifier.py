@@ -66,7 +66,7 @@ def test_a_loss_of_pairs_is_refused_in_forty_words_with_its_remedy() -> None:
     with pytest.raises(ConfigError) as refused:
         weights(Pairs(), DataParallelStrategy(global_view=False))
     told = str(refused.value)
-    assert told.startswith("dp: computed in chunks of 5 and 3 samples, the gradient of net.")
+    assert told.startswith("dp: computed in chunks of 4, 3 and 1 samples, the gradient of net.")
     remedies = "evener.over_batch(fn)(...), pad to a fixed length, leave out DataParallelStrategy(global_view=False), "
     assert f"{remedies}or set DataParallelStrategy(verify=False)" in told
     assert len(told.split()) <= 40
@@ -80,7 +80,7 @@ class SparsePairs(Net):
 
 def test_a_step_with_a_sparse_matrix_is_compared() -> None:
     # it "could not be compared": a sparse tensor has no address; and trained otherwise than one device
-    with pytest.raises(ConfigError, match=r"^dp: computed in chunks of 5 and 3 samples, the gradient of net\."):
+    with pytest.raises(ConfigError, match=r"^dp: computed in chunks of 4, 3 and 1 samples, the gradient of net\."):
         weights(SparsePairs(), DataParallelStrategy(global_view=False))
 
 

@@ -1,0 +1,256 @@
+"""Run a step of a module on a few samples, whole or in parts that may meet, leaving no trace."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from ...core.errors import PartsDiffer
+from ...core.executor import Piece
+from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
+from ...core.patching import Replacement, hooks_of
+from ...core.types import Batch
+from ...core.untraced_step import trial_step
+from ..losses import weight_in
+from ..part_metrics import OfParts, outermost_metrics
+from ..samples import seeded
+from ..whole.gathering import SimulatedRanks, simulating
+from ..whole.meeting import Combine, Meeting, seat
+from ..whole.over_batch import ended
+from .module_state import ModuleState, Written
+from .plans import graph
+from .values import RETURNED, Seen
+
+MakesBatch: TypeAlias = Callable[[int, int], Batch]
+"""Makes a batch of the samples from i to j."""
+
+
+class Cannot(Exception):  # told, and no error
+    """The module can't be verified; says why."""
+
+
+@dataclass
+class Ran(Seen):
+    """What a step of the module has done.
+
+    Args:
+        losses: with their graphs; in manual optimization of each call of `manual_backward`.
+        unused: whether a parameter that is trained took no part in a loss.
+        weight: the `loss_weight` that it returned.
+        written: what it has changed in the module, by name.
+    """
+
+    losses: list[Tensor] = field(default_factory=list[Tensor])
+    unused: bool = False
+    weight: Any = None
+    written: dict[str, Written] = field(default_factory=dict[str, Written])
+
+
+@dataclass
+class Trial:
+    """Runs a step of a module.
+
+    Args:
+        step: name of the module's method.
+        device: where it expects its batch.
+        strategy: name that begins messages.
+        together: whether all ranks run it, whose steps are exchanges.
+        evaluates: whether all of the module is in evaluation mode; else only layers that may draw random numbers are.
+        in_turn: whether chunks run one after the other in training.
+        rest: arguments of the step after the batch.
+        of_ranks: whether parts are those of ranks; else chunks.
+    """
+
+    module: pl.LightningModule
+    step: str
+    device: torch.device
+    strategy: str
+    together: bool
+    evaluates: bool
+    in_turn: bool = False
+    rest: Sequence[Any] = ()
+    of_ranks: bool = False
+
+    def run(self, batch: MakesBatch, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[Ran]:
+        """Run the step on the samples between each two places, as parts that may meet.
+
+        Args:
+            given: what the module is given first.
+        """
+        module = self.module
+        parts = [(j - i, batch(i, j)) for i, j in itertools.pairwise(places)]
+        found = [Ran(num) for num, _ in parts]
+        trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
+
+        def here() -> Ran:
+            place = seat()
+            return found[0 if place is None else place.part]
+
+        def backward(loss: Tensor) -> None:
+            here().losses.append(loss)
+            here().unused |= _leaves_out(loss, trained)
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            options.update(zip(LOG_OPTIONS, args, strict=False))
+            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+                here().tape.log(name, value, options.get("batch_size"))
+
+        def run(batch: Batch) -> None:
+            with nullcontext() if self.together else _OneRank(), here().tape:
+                output: Any = getattr(module, self.step)(batch, *self.rest)
+                output = ended(module, output) if self.step == "training_step" else output
+            if not self.of_ranks and hooks != _hooks(module):
+                raise PartsDiffer(
+                    f"{self.strategy}: {self.step} registers or removes hooks, as each part of a batch would. Register "
+                    "them in __init__, setup or on_fit_start."
+                )
+            here().weight = weight_in(output)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if module.automatic_optimization and isinstance(loss, Tensor):
+                here().tape.log(RETURNED, loss)
+                backward(loss)
+            if state is not None:
+                here().written.update(state.taken())
+
+        with ExitStack() as stack:
+            stack.enter_context(seeded(seed, self.device))
+            stack.enter_context(trial_step(module, evaluates=self.evaluates))  # restores all attributes
+            stack.enter_context(torch.enable_grad())
+            for part in module.modules() if not self.evaluates else ():
+                part.training = part.training and not _draws(part)
+            stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
+            state, hooks = None if self.together else ModuleState(module), _hooks(module)
+            if state is not None:
+                stack.callback(state.close)
+                stack.enter_context(simulating(SimulatedRanks(len(parts) if self.of_ranks else 1)))
+            for one in given:
+                one.put()
+            if not module.automatic_optimization:
+                _hold_optimizers(module, backward, stack)
+            for metric in outermost_metrics(list(module.children())) if len(parts) > 1 and not self.of_ranks else ():
+                samples = lambda: (here().num, places[-1])  # noqa: E731  # as short as its use
+                stack.callback(OfParts(metric, samples, self.strategy).remove)
+            pieces = [Piece(self.device, f"{num} samples", partial(run, batch)) for num, batch in parts]
+            with _Parts(self, pieces, [num for num, _ in parts], state) as meeting:
+                for part in meeting.pieces:
+                    part.call()
+        return found
+
+
+class _Parts(Meeting):
+    """Parts that meet in one module as in one of each: what a part has written to it is put aside meanwhile."""
+
+    def __init__(
+        self, trial: Trial, pieces: Sequence[Piece], sizes: Sequence[float], state: ModuleState | None
+    ) -> None:
+        super().__init__(pieces, sizes)
+        self._trial, self._state = trial, state
+
+    @override
+    def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
+        if self._trial.in_turn and not self._trial.of_ranks:
+            raise PartsDiffer(
+                f"{self._trial.strategy}: training_step needs the rows of all micro-batches at once, which run one "
+                "after the other. Set num_microbatches=1."
+            )
+        written = {} if self._state is None else self._state.taken()
+        answer = super().meet(part, where, value, combine)
+        for one in written.values():
+            one.put()
+        return answer
+
+
+class _OneRank(TorchDispatchMode):
+    """Refuses collectives: only rank 0 computes."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Cannot("training_step communicates with other ranks")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """The numbers of the hooks of a module, of those in it, and of its parameters."""
+    owners = (*module.modules(), *module.parameters())
+    return [number for owner in owners for hooks in hooks_of(owner) for number in hooks if isinstance(number, int)]
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a layer may draw random numbers in training, or see other samples, and computes in evaluation alike."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0
+    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return True
+    return not any(True for _ in module.children())
+
+
+def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether a parameter takes no part in a loss, as far as its graph shows."""
+    reached = set[int]()
+    for node in graph(loss):
+        if "CheckpointFunction" in node.name():  # reentrant: hides what it computes
+            return False
+        reached.add(id(getattr(node, "variable", None)))
+    return any(id(p) not in reached for p in parameters)
+
+
+def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], None], stack: ExitStack) -> None:
+    """Have `manual_backward` note its losses, and optimizers and schedulers do nothing, inside a stack of contexts."""
+
+    def manual_backward(_: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        backward(loss)
+
+    strategy: Any = module.trainer.strategy
+    optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
+    still = partial(_answered, None)
+    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
+    if not optimizers:  # before the strategy makes them
+        optimizers, configs = _init_optimizers_and_lr_schedulers(module)
+        replaced |= {"toggle_optimizer": still, "untoggle_optimizer": still}
+    for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
+        answers = [_Still(one) for one in own]
+        replaced[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
+    for name, call in replaced.items():
+        stack.callback(Replacement(module, name, call).remove)
+
+
+def _answered(answer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what is known, in place of a method's result."""
+    return answer
+
+
+class _Still:
+    """An optimizer, or a scheduler, that never steps."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the closure, as an optimizer does."""
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Keep gradients."""
+
+    def toggle_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep what requires gradients."""
+        return nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the optimizer's own."""
+        return getattr(self._own, name)
