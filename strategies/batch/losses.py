@@ -105,23 +105,6 @@ def is_loss(value: Any, loss: Tensor) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and address(value) == address(loss)
 
 
-@dataclass(frozen=True)
-class WeighedLoss:
-    """The loss of a step under ranks, as far as `self.log` needs to know it.
-
-    Args:
-        losses: tensors that are the loss where they are logged; each shares its storage with what was logged.
-        scale: this rank's fraction of the weight of the global batch, times the number of ranks; of shape ().
-    """
-
-    losses: Sequence[Tensor]
-    scale: Tensor
-
-    def is_loss(self, value: Any) -> bool:
-        """Whether a logged value is the loss, or the loss detached."""
-        return any(is_loss(value, loss) for loss in self.losses)
-
-
 def weighs_in_loop(trainer: "pl.Trainer") -> bool:
     """Whether the loop weighs micro-batches itself, so that the strategy must not.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -152,11 +152,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.layout.cuts_steps:
-            return self._train(*args, **kwargs)
-        with self.whole.where_needed("training_step"):  # which is known before anything has run
-            return self._train(*args, **kwargs)
-        return self._train(*args, **kwargs)
+        return self.whole.run("training_step", partial(self._train, *args, **kwargs))
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         reader = self.reader
@@ -188,11 +184,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
         with context():
-            if not self.layout.cuts_evaluation(step):
-                return self.layout.step(step, *args, **kwargs)
-            with self.whole.where_needed(step):
-                return self.layout.step(step, *args, **kwargs)
-            return self.layout.step(step, *args, **kwargs)
+            return self.whole.run(step, partial(self.layout.step, step, *args, **kwargs))
 
     validation_step, test_step = evaluation_step("val"), evaluation_step("test")
     predict_step = evaluation_step("predict")

@@ -1,6 +1,6 @@
 """The structures of all batches and results of a run, one per loader and kind of step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -82,26 +82,6 @@ class RunStructures:
             self.of_results(step, loader).decided = decided
 
 
-def steps_side_by_side(
-    combined: Any, loaders: Sequence[tuple[Any, Sequence[Any]]], limit: float
-) -> Iterator[tuple[int, list[tuple[Any, Any]]]]:
-    """Yield the number of each step of loaders that are read side by side, and which of them give how many samples.
-
-    Args:
-        combined: the loaders, combined.
-        loaders: names of those that are known, with the samples of each of their batches.
-        limit: steps that are read at most.
-    """
-    mode = combined._mode if isinstance(combined, CombinedLoader) else "sequential"
-    if mode == "sequential" or len(loaders) < 2:
-        return
-    counts = [len(sizes) for _, sizes in loaders]
-    for step in range(int(min(min(counts) if mode == "min_size" else max(counts), limit))):
-        # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
-        reads = [(name, sizes) for name, sizes in loaders if sizes and (step < len(sizes) or mode == "max_size_cycle")]
-        yield step + 1, [(name, sizes[step % len(sizes)]) for name, sizes in reads]
-
-
 def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
     """The structure of the batch in hand: the strategy's, where it cuts batches, else of the training in hand."""
     known: RunStructures | None = getattr(trainer.strategy, "structures", None)
@@ -134,18 +114,11 @@ def _has_hooks(trainer: pl.Trainer) -> bool:
     return any(is_overridden(name, owner) for name in _TRANSFER_HOOKS for owner in owners)
 
 
-def _sizes(loader: Any) -> list[list[int]] | None:
-    """Samples of each batch of a loader, by rank; None if they are not known before."""
-    if (of_ranks := getattr(loader, "rank_batches", None)) is not None:
-        return of_ranks.part_sizes()
-    sizes = batch_sizes(getattr(loader, "batch_sampler", None))
-    return None if sizes is None else [[size] for size in sizes]
-
-
 def parts_are_equal(loop: Any) -> bool:
-    """Whether the ranks have equal parts of all batches of a loop, as far as is known."""
-    every = map(_sizes, loop._combined_loader._flattened)
-    return all(sizes is not None and all(len(set(one)) == 1 < len(one) for one in sizes) for sizes in every)
+    """Whether the ranks are known to have equal parts of all batches of a loop."""
+    divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
+    every = [None if batches is None else batches.part_sizes() for batches in divided]
+    return all(sizes is not None and all(len(set(one)) == 1 for one in sizes) for sizes in every)
 
 
 def batch_sizes(sampler: Any) -> list[int] | None:

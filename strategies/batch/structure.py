@@ -89,6 +89,13 @@ class BatchStructure:
         """Tensors that have one row per sample."""
         return [path for (path, has_rows), role in self._roles.items() if has_rows and role == "rows"]
 
+    @property
+    def unclear(self) -> PartsDiffer | None:
+        """Why parts of these batches may not be what a step takes them for: a tensor whose rows are something else."""
+        for path, rows in self._shared.items():
+            return self._refuse(path, f"has {rows} rows, which are not the samples")
+        return None
+
     def settle(self, batch: Batch, num: int) -> None:
         """Decide all by a batch of a known number of samples, if it has values of that length."""
         self._decide(batch, (), num)

@@ -38,11 +38,6 @@ def children(value: Any) -> Items | None:
     return None
 
 
-def held(value: Any) -> Items | None:
-    """The named parts of a mapping, list or tuple; None for anything else."""
-    return children(value) if isinstance(value, (Mapping, list, tuple)) else None
-
-
 def walk(value: Any, into: Callable[[Any], Items | None] = children, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield a value and all that is in it, with their paths, each before its parts.
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
@@ -47,6 +48,7 @@ class RankLoaders:
         in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
         num_together: ranks among which a global batch is computed, where each of them reads all of it.
+        evaluated: returns the loaders that are evaluated, combined.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class RankLoaders:
     in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
     num_together: int = 0
+    evaluated: Callable[[], CombinedLoader | None] = lambda: None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make the loader of this rank's batches from the user's, which is not changed.
@@ -87,9 +90,10 @@ class RankLoaders:
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             return self._keyed(loader, role)
         if self.batch_size_is == "global":
-            return self._cut(loader, self._divide(role), self._joins(role))
-        deal = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
-        return self._cut(loader, deal, self._joins(role))
+            cut = self._divide(role)
+        else:
+            cut = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
+        return self._cut(loader, cut, self._joins(role), self._whole(role))
 
     def tell(self, combined: CombinedLoader | None) -> None:
         """Log how a full global batch is made up: a product or, if uneven, a sum."""
@@ -133,12 +137,18 @@ class RankLoaders:
         self.divides.append(Divide(self.policy, smallest=self.smallest))
         return self.divides[-1]
 
-    def _cut(self, loader: DataLoader[Any], cut: Cut, joins: bool) -> DataLoader[Any]:
+    def _whole(self, role: LoaderRole) -> Callable[[], bool] | None:
+        """See `RankBatches.is_whole`."""
+        return (lambda: goes_whole(self.evaluated())) if role == "evaluate" else None
+
+    def _cut(
+        self, loader: DataLoader[Any], cut: Cut, joins: bool, is_whole: Callable[[], bool] | None = None
+    ) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
         tracks_indices = isinstance(units, _IndexBatchSamplerWrapper)  # Lightning's, for prediction writers
         own = units._batch_sampler if tracks_indices else units
-        batches = RankBatches(own, cut, self.rank, self.num_ranks, joins, self.agree)
+        batches = RankBatches(own, cut, self.rank, self.num_ranks, joins, self.agree, is_whole)
         clone = self._seeded(loader)
         # DataLoader refuses such an assignment on a loader in use; this one is new
         object.__setattr__(clone, name, _IndexBatchSamplerWrapper(batches) if tracks_indices else batches)
@@ -155,7 +165,8 @@ class RankLoaders:
         structure, joins = self.structure_of(loader), self._joins(role)
         if self.batch_size_is == "global":
             divide = self._divide(role)
-            return Divided(loader, divide, self.rank, self.num_ranks, joins, self.agree, structure=structure)
+            whole = self._whole(role)
+            return Divided(loader, divide, self.rank, self.num_ranks, joins, self.agree, whole, structure=structure)
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
         return self._lockstep(loader, structure) if joins else loader
 
@@ -179,6 +190,40 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
 def source_of(loader: Any) -> Source | None:
     """What cuts a rank's batches and knows their shares; None if all ranks have the same weight."""
     return loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
+
+
+def unequal_parts(combined: Any, most: float = inf) -> str:
+    """Which step of loaders that are read side by side, of `most` steps, gives ranks unequal parts; empty if none does.
+
+    Nothing is known of loaders whose batches are made as they are read.
+    """
+    if not (isinstance(combined, CombinedLoader) and combined._mode != "sequential"):
+        return ""
+    mode, sources = combined._mode, (source_of(loader) for loader in combined.flattened)
+    parts = [sizes for one in sources if isinstance(one, RankBatches) and (sizes := one.part_sizes())]
+    for step in range(int(min((min if mode == "min_size" else max)(map(len, parts), default=0), most))):
+        # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
+        now = [sizes[step % len(sizes)] for sizes in parts if mode == "max_size_cycle" or step < len(sizes)]
+        for sizes in now:
+            if any(mine * sum(now[0]) != other * sum(sizes) for mine, other in zip(sizes, now[0], strict=True)):
+                one, other = (" + ".join(map(str, given)) for given in (now[0], sizes))
+                what = f"in step {step + 1}: {one} samples of one loader and {other} of another"
+                return f"the loaders combined by {mode!r} give the ranks unequal parts {what}"
+    return ""
+
+
+def goes_whole(combined: CombinedLoader | None) -> bool:
+    """Whether loaders are evaluated side by side of which ranks may have unequal parts.
+
+    A rank without samples of a batch skips it. If it skipped that of one loader only, its batches would no longer
+    belong together.
+    """
+    loaders = [] if combined is None or combined._mode == "sequential" else combined.flattened
+    sources = [source_of(loader) for loader in loaders]
+    if len(sources) < 2 or not all(isinstance(source, (RankBatches, Divided)) for source in sources):
+        return False  # each rank has streams of its own
+    is_known = all(isinstance(source, RankBatches) and source.part_sizes() is not None for source in sources)
+    return not is_known or bool(unequal_parts(combined))
 
 
 def positions(loader: Any) -> list[int] | None:

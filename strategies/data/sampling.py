@@ -11,12 +11,13 @@ depends on the meaning of the loader's batch:
 
 Where a global batch has fewer samples than there are ranks, a training rank without samples joins with a
 zero-weight batch (all ranks must reduce gradients), and an evaluating rank skips the step, unless its forward needs
-the shards of all ranks.
+the shards of all ranks. In an evaluation batches without a sample for each rank go whole to the first one, as do those
+beside others of which ranks may have other fractions.
 """
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, TypeAlias
@@ -164,6 +165,8 @@ class RankBatches(Sampler[Any]):
         cut: cuts units into global batches.
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks, so that all use the same order.
+        is_whole: whether the first rank takes all global batches whole, asked at the beginning of a pass; if not, it
+            takes those that have no sample for some rank. None if ranks take nothing but their parts.
     """
 
     units: Iterable[Unit]
@@ -172,6 +175,7 @@ class RankBatches(Sampler[Any]):
     num_ranks: int
     joins: bool
     agree: Agree
+    is_whole: Callable[[], bool] | None = None
     passes: Passes = field(default_factory=Passes, init=False)
 
     @override
@@ -179,8 +183,10 @@ class RankBatches(Sampler[Any]):
         self.passes.latest = now = Pass()
         rank, nums, share = self.rank, list[int](), Share(0, 0)
         start = before = total = 0
-        units = in_one_order(self.units, rank, self.agree)
+        units, is_whole = in_one_order(self.units, rank, self.agree), self.is_whole and self.is_whole()
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
+            if is_whole or (is_whole is not None and not all(parts)):
+                parts = [[index for part in parts for index in part], *[[]] * (self.num_ranks - 1)]
             sizes = [len(part) if type(part) is list else num_samples(part) for part in parts]
             if sizes != nums:  # as only a few batches are cut in another way than the one before
                 nums, before, total = sizes, sum(sizes[:rank]), sum(sizes)

@@ -8,18 +8,12 @@ import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from ..batch.losses import WeighedLoss
-from ..batch.run_structures import steps_side_by_side
 from ..batch.tree import Path, at
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
-from .loaders import Source, source_of
-from .sampling import RankBatches, Share
+from .loaders import Source, source_of, unequal_parts
+from .sampling import Share
 
-EVALUATED = (
-    "so their batches can't be evaluated side by side. Give them one batch size and drop_last=True, or pass them as a "
-    "list, which is read one after the other."
-)
 TRAINED = (
     "so no weight of a rank's loss makes the step one device's. Give them batch sizes that divide alike and "
     'drop_last=True, or return {"loss": loss, "loss_weight": n} with a loss that is a mean over n.'
@@ -35,7 +29,8 @@ class RankShares:
         is_part: whether other ranks may have samples of the batch, too.
         weight: what turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it.
         scale: what the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`.
-        weighed_losses: those for which the module returned a `loss_weight`; several if a closure ran again.
+        weighed_losses: tensors that are the loss where they are logged, with its scale, where the module returned a
+            `loss_weight`; several if a closure ran again.
         knows_parts: whether the first training batch was looked at.
     """
 
@@ -45,7 +40,7 @@ class RankShares:
         self.counts = self.is_part = True
         self.weight = 1.0
         self.scale: Tensor | float = 1.0
-        self.weighed_losses: list[WeighedLoss] = []
+        self.weighed_losses: list[tuple[Sequence[Tensor], Tensor]] = []
         self.knows_parts = False
         self._parts: set[float] = set()
         self._rows_at: list[Path] = []
@@ -102,7 +97,7 @@ class RankShares:
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
         """Weight the losses by `own`, their weight on this rank, in place of samples; `total` is the ranks' mean."""
         self.scale = torch.where(total > 0, own / total, 0.0)
-        self.weighed_losses.append(WeighedLoss(losses, self.scale))
+        self.weighed_losses.append((losses, self.scale))
 
     def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
@@ -124,7 +119,7 @@ class RankShares:
             ConfigError: no weight of this rank's loss is right.
         """
         if not self.knows_parts:
-            verify_side_by_side(loop._combined_loader, self._strategy, TRAINED, loop.max_batches)
+            verify_side_by_side(loop._combined_loader, self._strategy, loop.max_batches)
             self.knows_parts = True
             known = with_rows() if self.current is not None and self._num_ranks > 1 else ()
             self._rows_at = [place for place in known if _num_rows(batch, place) == self.num]
@@ -133,18 +128,13 @@ class RankShares:
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
-        rows = self.num
-        while self._rows_at and self.counts and rows is not None:
-            rows = _num_rows(batch, self._rows_at[0])
-            if rows == self.num:
-                return
-            self._rows_at.pop(0)  # it had as many by chance
-            if rows is not None and not self._rows_at:
-                raise ConfigError(
-                    f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows} rows, so "
-                    "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "
-                    'return {"loss": loss, "loss_weight": n} from training_step.'
-                )
+        rows = [_num_rows(batch, place) for place in self._rows_at] if self.counts else []
+        if rows and None not in rows and self.num not in rows:
+            raise ConfigError(
+                f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows[0]} rows, so "
+                "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "
+                'return {"loss": loss, "loss_weight": n} from training_step.'
+            )
 
 
 def _num_rows(batch: Batch, place: Path) -> int | None:
@@ -155,21 +145,7 @@ def _num_rows(batch: Batch, place: Path) -> int | None:
         return None
 
 
-def verify_side_by_side(combined: Any, strategy: str, why: str = EVALUATED, most: float = inf) -> None:
-    """Refuse loaders of which a rank has unequal parts in one of the steps, `most` of them.
-
-    In evaluation a rank skips a batch of which it has no samples. If it skips that of one loader only, its batches no
-    longer belong together, and those at the end are lost. In training a rank's loss has one weight only.
-    """
-    read: Sequence[Any] = combined.flattened if isinstance(combined, CombinedLoader) else ()
-    batches = [source for loader in read if isinstance(source := source_of(loader), RankBatches)]
-    parts = [("", sizes) for one in batches if (sizes := one.part_sizes()) is not None]
-    for step, now in steps_side_by_side(combined, parts, most):
-        first = now[0][1]
-        for _, sizes in now:
-            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
-                raise PartsDiffer(
-                    f"{strategy}: the loaders combined by {combined._mode!r} give the ranks unequal parts "
-                    f"in step {step}: {' + '.join(map(str, first))} samples of one loader and "
-                    f"{' + '.join(map(str, sizes))} of another, {why}"
-                )
+def verify_side_by_side(combined: Any, strategy: str, most: float = inf) -> None:
+    """Refuse training loaders of which a rank has unequal parts in one of `most` steps: its loss has one weight."""
+    if unequal := unequal_parts(combined, most):
+        raise PartsDiffer(f"{strategy}: {unequal}, {TRAINED}")

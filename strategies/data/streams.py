@@ -12,7 +12,8 @@ from torch.distributed import Work
 
 from ..batch.structure import BatchStructure
 from ..batch.tree import Path, walk
-from ..core.errors import ConfigError
+from ..batch.whole.whole_steps import tell_whole
+from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
 from .sampling import Divide, Pass, Passes, Share
@@ -98,8 +99,10 @@ class Divided(Stream):
     Every rank reads the whole stream; if reading is the bottleneck, let the dataset shard itself by rank and set
     `batch_size_is=per_device`.
 
+    Batches that can't be cut, or of which nothing shows what their parts are, go whole to the first rank.
+
     Args:
-        joins, agree: see `RankBatches`.
+        joins, agree, is_whole: see `RankBatches`.
     """
 
     divide: Divide
@@ -107,30 +110,47 @@ class Divided(Stream):
     num_ranks: int
     joins: bool
     agree: Agree
+    is_whole: Callable[[], bool] | None = None
+    _told: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes.latest = now = Pass()
         batches = in_one_order(self.loader, self.rank, self.agree)
         first = next(batches, None)
         self._verify_same(first)
+        is_whole = self.num_ranks == 1 or (self.is_whole and self.is_whole())
         for step, batch in enumerate(() if first is None else chain([first], batches)):
-            alone = self.num_ranks == 1  # and what is not cut may be anything
-            total = self.structure.num_samples(batch) or int(alone)
+            total = self.structure.num_samples(batch) or int(self.num_ranks == 1)  # what is not cut may be anything
             if not total:
                 raise ConfigError(
                     f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
                     "count samples by. Put tensors into it, or set batch_size_is=per_device."
                 )
             sizes = self.divide.sizes(total, self.num_ranks)
+            own = None if is_whole or (is_whole is not None and 0 in sizes) else self._part(batch, sizes)
+            if own is None:
+                own, sizes = batch, [total, *[0] * (self.num_ranks - 1)]
             if not sizes[self.rank] and not self.joins:
                 continue
             now.shares.append(Share(sizes[self.rank], total, 0 in sizes))
             if sizes[self.rank]:
                 now.positions.append(step * self.num_ranks + self.rank)
-            stand_in = min(2, total)
-            split = self.structure.split
-            own = sizes if sizes[self.rank] else [stand_in, total - stand_in]
-            yield batch if alone else split(batch, own)[self.rank if sizes[self.rank] else 0]
+            yield own
+
+    def _part(self, batch: Batch, sizes: list[int]) -> Batch | None:
+        """This rank's part of a batch, or samples to stand in for it; None if the batch is better left whole."""
+        rank, stand_in = self.rank, min(2, sum(sizes))
+        why = self.structure.unclear
+        if why is None:
+            try:
+                parts = self.structure.split(batch, sizes)  # on all ranks, which must find the same
+                return parts[rank] if sizes[rank] else self.structure.split(batch, [stand_in, sum(sizes) - stand_in])[0]
+            except PartsDiffer as exc:
+                why = exc
+        if not self._told:
+            self._told = True
+            tell_whole("ddp", why, "the first rank computes such batches whole; strategy.batch_dims says what it is")
+        return None
 
     def _verify_same(self, batch: Batch | None) -> None:
         """Refuse a stream whose first batch is another one than rank 0's; every rank must call it."""

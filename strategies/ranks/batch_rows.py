@@ -30,22 +30,12 @@ class BatchRows(Ranks):
 
     @override
     def is_part(self) -> bool:
-        """Whether other ranks may have samples of the batch, too; refuse a step of evaluation that only some run."""
         strategy = self._strategy
-        stage, share = strategy.trainer.state.stage, strategy.contract.shares.current
+        stage, contract = strategy.trainer.state.stage, strategy.contract
         if strategy.world_size == 1 or stage in (RunningStage.PREDICTING, None):
             return False
-        if stage is RunningStage.TRAINING or strategy.sync.evaluates_together:
-            return True
-        if share is None or share.num == share.total:
-            return False
-        if share.some_empty:
-            raise ConfigError(
-                f"{strategy.strategy_name}: over_batch is called on an evaluation batch of {share.total:g} samples for "
-                f"{strategy.world_size} ranks, so that some have none and don't call it. Choose a batch_size whose "
-                "last batch has a sample for every rank, or set drop_last=True."
-            )
-        return True
+        is_known = stage is RunningStage.TRAINING or contract.shares.current is not None
+        return is_known and contract.others_run("over_batch")
 
     @override
     def counts(self) -> bool:

@@ -5,8 +5,8 @@ by a module itself, in manual optimization or in its own `lr_scheduler_step`, by
 own ranks would decide otherwise, and train apart.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pytorch_lightning.callbacks import Callback, SpikeDetection
@@ -16,30 +16,23 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..core.patching import Replacement, replaced
 
 
-class Deciders:
-    """Gives callbacks and schedulers what all ranks `agree` on, until `end`."""
+@contextmanager
+def deciding_alike(
+    callbacks: Iterable[Callback], schedulers: Iterable[object], agree: Callable[[Any], Any]
+) -> Generator[None]:
+    """Give those among callbacks and schedulers that decide by a number what all ranks `agree` on."""
+    shared, own = {id(scheduler) for scheduler in schedulers}, ReduceLROnPlateau.step
 
-    def __init__(self, agree: Callable[[Any], Any]) -> None:
-        self._agree, self._replaced = agree, ExitStack()
+    def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        own(scheduler, agree(float(metrics)) if id(scheduler) in shared else metrics, *args, **kwargs)
 
-    def begin(self, callbacks: Iterable[Callback], schedulers: Iterable[object]) -> None:
-        """Share the numbers of those among them that decide by one, and of no others."""
-        self.end()
+    def judge(own: Callable[..., None], trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        own(trainer, module, outputs if loss is None else agree(loss), *rest)
+
+    # of the class: what a scheduler has of its own goes into checkpoints
+    with ExitStack() as stack, replaced(ReduceLROnPlateau, "step", step):
         for callback in callbacks:
             if isinstance(callback, (_LRCallback, SpikeDetection)):
-                self._replaced.callback(Replacement(callback, "on_train_batch_end", self._judge).remove)
-        shared, own = {id(scheduler) for scheduler in schedulers}, ReduceLROnPlateau.step
-
-        def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
-            own(scheduler, self._agree(float(metrics)) if id(scheduler) in shared else metrics, *args, **kwargs)
-
-        # of the class: what a scheduler has of its own goes into checkpoints
-        self._replaced.enter_context(replaced(ReduceLROnPlateau, "step", step))
-
-    def end(self) -> None:
-        """Restore the hooks and the schedulers."""
-        self._replaced.close()
-
-    def _judge(self, own: Callable[..., None], trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        own(trainer, module, outputs if loss is None else self._agree(loss), *rest)
+                stack.callback(Replacement(callback, "on_train_batch_end", judge).remove)
+        yield

@@ -31,7 +31,7 @@ from ..core.patching import replaced
 from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.loaders import positions
-from ..data.shares import TRAINED, RankShares, verify_side_by_side
+from ..data.shares import RankShares, verify_side_by_side
 from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
@@ -101,12 +101,10 @@ class RankStep(StepContract):
         self._count_ranks(num_ranks)
 
     def begin_pass(self, evaluation: Any) -> None:
-        """Begin a pass over loaders, refusing an evaluation that ranks would not read side by side."""
+        """Begin a pass over loaders; `evaluation` is the loop that evaluates."""
         self.metrics.sync.begin_pass(self._module)
         self._evaluation_loop = evaluation
         self._num_evaluated.clear()
-        combined = getattr(evaluation, "_combined_loader", None)
-        verify_side_by_side(combined, self._strategy.strategy_name)
 
     def _part(self) -> Part:
         """This rank's part of the batch in process, and whose hook runs."""
@@ -122,7 +120,7 @@ class RankStep(StepContract):
     @property
     def _in_step(self) -> bool:
         """Whether a step of the module runs, and no hook."""
-        return vars(self._module)["_current_fx_name"] in _STEPS
+        return "_module" in vars(self) and vars(self._module)["_current_fx_name"] in _STEPS
 
     @property
     @override
@@ -162,18 +160,22 @@ class RankStep(StepContract):
         self._strategy.structures.lists.begin_batch((loader, step), 1.0 if shares.num is None else shares.num)
         return -1 if places is None else step
 
-    def runs_for_others(self) -> bool:
-        """Whether a step runs on samples of other ranks, as this one has none; refuse one that only some ranks run."""
-        if "_module" not in vars(self) or not self._in_step:
-            return False
-        share, all_run = self.shares.current, self._trainer.training or self._strategy.sync.evaluates_together
-        if share is not None and share.some_empty and not all_run:
+    def others_run(self, call: str) -> bool:
+        """Whether other ranks make a call, too; refuse it if some, without samples of what is evaluated, don't."""
+        share, strategy = self.shares.current, self._strategy
+        if not self._in_step or share is None or self._trainer.training or strategy.sync.evaluates_together:
+            return True
+        if share.some_empty and share.num != share.total:
             raise ConfigError(
-                f"{self._strategy.strategy_name}: all_gather in a step of evaluation on {share.total:g} samples, of "
-                "which some ranks have none, and don't run it. Append to a list of the module, which has all samples "
-                "in on_validation_epoch_end, or set drop_last=True."
+                f"{strategy.strategy_name}: {call} in a step of evaluation on {share.total:g} samples, of which some "
+                "ranks have none, and don't run it. Append to a list of the module, which has all samples in "
+                "on_validation_epoch_end, or set drop_last=True."
             )
-        return not self.shares.counts
+        return share.num != share.total
+
+    def runs_for_others(self) -> bool:
+        """Whether a step runs on samples of other ranks, as this one has none."""
+        return self._in_step and not self.shares.counts
 
     @override
     def runs_alone(self, step: str) -> bool:
@@ -228,7 +230,7 @@ class RankStep(StepContract):
             self._was_early = True
             loop = self._trainer.fit_loop
             loop.setup_data()
-            verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, TRAINED, loop.max_batches)
+            verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             self._verify((None, 0) if takes_index else (None,), again)
 
@@ -258,14 +260,10 @@ class RankStep(StepContract):
         plugin = strategy.precision_plugin
         context = plugin.train_step_context() if has_context(plugin, "train_step_context") else nullcontext()
         with among(self._rows), context:
-            return strategy.sync.train(self._step_in_layout, *args, **kwargs)
+            run = partial(self._train_in_layout, *args, **kwargs)
+            return strategy.sync.train(strategy.whole_steps.run, "training_step", run)
 
-    def _step_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._strategy.whole_steps.where_needed("training_step"):
-            return self._run_in_layout(*args, **kwargs)
-        return self._run_in_layout(*args, **kwargs)
-
-    def _run_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def _train_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
         if module.automatic_optimization and not strategy.layout.cut_by:
             step = self.reader.reading(step, self.shares.num or num_samples(args[0]) or 1)
@@ -286,10 +284,7 @@ class RankStep(StepContract):
         if not self.stands_in():
             call = partial(layout.step, step, *args, **kwargs)
             if layout.cuts_evaluation(step) or step == "predict_step":
-                with self._strategy.whole_steps.where_needed(step):
-                    return call()
-            if step == "predict_step":
-                return call()
+                return self._strategy.whole_steps.run(step, call)
             return self.reader.values.recorded(step, self._loader, self._module, call)
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
             getattr(self._module, step)(*args, **kwargs)

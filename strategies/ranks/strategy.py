@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -52,7 +52,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import CutStates, OptimizerShards
-from .deciders import Deciders
+from .deciders import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep, recompute_weights
 
@@ -130,7 +130,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._deciders = Deciders(self.contract.agree)
+        self._deciders = ExitStack()
         self._loaders: RankLoaders | None = None
         self._cut_states = CutStates()
         self.whole_steps = WholeSteps(self.strategy_name)
@@ -294,7 +294,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             all rows, by rank, in both.
 
         Raises:
-            ConfigError: the shapes differ otherwise, or ranks without samples don't run the step of an evaluation.
+            ConfigError: the shapes differ otherwise, or some ranks, without samples, don't run the step of evaluation.
         """
         if (ranks := simulated_ranks() or self.sync.seen_ranks) is not None:
             return ranks.gather(tensor, sync_grads)
@@ -304,6 +304,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return gathered(tensor, self.strategy_name, over_ranks)
 
     def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
+        if not self.contract.others_run("all_gather"):
+            return tensor.unsqueeze(0)  # with all rows
         own = tensor[:0] if tensor.dim() and self.contract.runs_for_others() else tensor
         shapes = gather_objects(tuple(own.shape), group)
         if len(set(shapes)) == 1:
@@ -464,7 +466,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.layout.close()
             if self.lightning_module is not None:
                 restore_logs(self.lightning_module)
-            self._deciders.end()
+            self._deciders.close()
             self.contract.end()
             self.group.end()
             super().teardown()
@@ -477,7 +479,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self._loaders = self.sync.loaders_of(
                 self._read_as, self.world_size, self.batch_size_is, self.broadcast, self.group.sum_beside,
                 self.balance.policy, 1 + needs_two_samples(self.module), self.structures.of_stream,
-                self.sync.evaluates_together,
+                self.sync.evaluates_together, evaluated=lambda: self.trainer._evaluation_loop._combined_loader,
             )  # fmt: skip
         return self._loaders
 
@@ -500,9 +502,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def on_train_start(self) -> None:
         self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
         self.contract.shares.knows_parts = False  # the loaders may be other ones
+        self._deciders.close()
         if self.world_size > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            self._deciders.begin(callbacks_of(self.trainer), schedulers)
+            deciders = deciding_alike(callbacks_of(self.trainer), schedulers, self.contract.agree)
+            self._deciders.enter_context(deciders)
         self.layout.weights_changed()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams

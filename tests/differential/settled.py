@@ -64,6 +64,8 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
         num = min(case.loading.batch_size, case.loading.num)
         extras = tuple(name for name in case.batches.extras if ROWS.get(name) != num)
         case = replace(case, batches=replace(case.batches, extras=extras))
+    if case.resume_after:  # an epoch that goes on does not begin, so that the layer trains
+        net = _without(net, "frozen_batchnorm")
     if dict(spread.options).get("submodule") and net.hooks in WHOLE_BATCHES:
         net = replace(net, hooks="none")
     if not spread.is_of_ranks:

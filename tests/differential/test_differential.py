@@ -124,8 +124,14 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         (Case(batches=Batches(extras=("packed",))), True),
         # the batches of the shorter one of two loaders were counted on beyond its end
         (Case(loading=Loading(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2)), False),
+        # batches evaluated side by side of which ranks have other fractions were refused
+        (Case(loading=Loading(eval_kind="max_size", eval_num=9, eval_batch_size=4)), False),
+        # a stream's tensor whose samples are in dimension 1 failed in the module
+        (Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")), False),
+        # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
+        (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable")), False),
     ],
-    ids=["resumed", "packed", "a shorter loader"],
+    ids=["resumed", "packed", "a shorter loader", "unequal loaders", "time first", "flat"],
 )
 def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hunt: Hunt) -> None:
     more = (("global_view", True),) * global_view

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed import RankError, run_ranks
+from distributed import run_ranks
 from parity import Case, Net, Run, assert_equal, run
 from torch import Tensor, nn
 
@@ -76,13 +76,15 @@ def test_losses_over_gathered_rows_train_as_on_one_device(
         torch.testing.assert_close(found.gradients, single.gradients, rtol=0, atol=1e-10)
 
 
-class Evaluating(Net):
+class Evaluating(AllRows):
     """Gathers rows in an evaluation."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.all_gather(batch[1])
+        loss = self.contrast(self(batch[0]), self(batch[0].flip(1)))
+        self.log("val_loss", loss, batch_size=len(batch[0]))
 
 
-def test_gathering_in_an_evaluation_that_some_ranks_do_not_run_is_refused() -> None:
-    with pytest.raises(RankError, match=r"all_gather in a step of evaluation on 1 samples, of which some ranks have"):
-        run_ranks(_run, 2, Evaluating, DDPStrategy, 2, {"batch_size_is": "global"})
+def test_an_evaluation_that_gathers_is_one_devices_for_batches_of_fewer_samples_than_ranks() -> None:
+    single = run(_case(Evaluating), SingleDeviceStrategy(), devices=1)
+    first, *_ = run_ranks(_run, 3, Evaluating, DDPStrategy, 3, {"batch_size_is": "global"})
+    assert_equal(first, single, 1e-10, of_a_rank=True)

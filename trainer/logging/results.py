@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from ...strategies.batch.losses import is_loss
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.internals import callbacks_of
@@ -179,8 +180,7 @@ class LeanResults(_ResultCollection):
             if copy is None:
                 continue
             is_mean, is_last = series.kind == "mean", logged is last[id(series)]
-            loss = next((one for one in weighed if one.is_loss(logged.value)), None) if is_mean and weighed else None
-            scale = None if loss is None else loss.scale
+            scale = next((s for own, s in weighed if is_mean and any(is_loss(logged.value, x) for x in own)), None)
             series.count(copy, logged.size, logged.given, share, scale, num_ranks)
             if scale is not None and series.shared and is_last and (logged.size if share is None else share.num):
                 by_samples = 1.0 if share is None else num_ranks * share.num / share.total

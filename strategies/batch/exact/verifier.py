@@ -166,6 +166,8 @@ class Verifier:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise Cannot(f"its samples can't be chosen from {exc}") from exc
+            if views.ranks and not views.chunks and self._structure.unclear is not None:
+                raise Cannot("it isn't known what a part of its batches is") from exc
             batch = move_data_to_device(batch, device)  # it may wait on the host
             total = min(num, self._most)
             whole = batch if total == num else split(batch, [total, num - total])[0]

@@ -1,9 +1,9 @@
 """Give steps whole batches where parts of these can't be made, or train otherwise: refusing is the last resort."""
 
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
@@ -53,6 +53,12 @@ class WholeSteps:
             yield
         except PartsDiffer as exc:
             self.take(step, exc)
+
+    def run(self, step: str, call: Callable[[], Any]) -> Any:
+        """Run a step, which is known to need whole batches before anything of it counts; then it runs again."""
+        with self.where_needed(step):
+            return call()
+        return call()
 
 
 def tell_whole(strategy: str, why: PartsDiffer, what: str) -> None:

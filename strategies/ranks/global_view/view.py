@@ -35,7 +35,6 @@ from .rows import Rows, gathered, register, rows_of
 if TYPE_CHECKING:
     from ..strategy import RankStrategy
 
-
 _BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together."""
 
@@ -169,8 +168,9 @@ class WholeLoaders(RankLoaders):
     """Makes loaders that give every rank the global batch."""
 
     @override
-    def _cut(self, loader: DataLoader[Any], cut: BatchCut, joins: bool) -> DataLoader[Any]:
-        return super()._cut(loader, Join(spread=False, num=self.num_together) if isinstance(cut, Deal) else cut, joins)
+    def _cut(self, loader: DataLoader[Any], cut: BatchCut, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        cut = Join(spread=False, num=self.num_together) if isinstance(cut, Deal) else cut
+        return super()._cut(loader, cut, *args, **kwargs)
 
     @override
     def _stream(self, loader: Any, role: LoaderRole) -> Any:

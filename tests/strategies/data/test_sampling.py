@@ -24,7 +24,7 @@ from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
 from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
-from evener.strategies.data.shares import RankShares, verify_side_by_side
+from evener.strategies.data.shares import RankShares
 
 
 class Done:
@@ -286,27 +286,28 @@ def test_random_samplers_take_rank_0s_order() -> None:
     assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]
 
 
-def combined(mode: str, *loaders: Any, batch_size_is: BatchSizeIs = "global") -> CombinedLoader:
-    """The loaders as rank 1 of 2 reads them in evaluation."""
-    return CombinedLoader([rank_loaders(1, 2, batch_size_is).process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
+def evaluated(rank: int, mode: str, *loaders: Any) -> list[list[list[int]]]:
+    """The samples of each loader in the steps of a rank of 2 that evaluates them combined."""
+    ranks = rank_loaders(rank, 2, "global")
+    combined = CombinedLoader([ranks.process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
+    ranks.evaluated = lambda: combined
+    return [[[] if one is None else one.tolist() for one in batches] for batches, *_ in combined]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_loaders_whose_batches_fall_apart_on_ranks_are_refused(mode: str) -> None:
+def test_batches_that_fall_apart_on_ranks_are_evaluated_whole_by_the_first(mode: str) -> None:
     # 4 + 4 samples, then 4 + 1: rank 1 skipped the second loader's last batch, and lost its part of the first one's
-    loaders: Any = [DataLoader(range(9), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"ddp: .* in step 2: 2 \+ 2 samples of one loader and 1 \+ 0 of another"):
-        verify_side_by_side(combined(mode, *loaders), "ddp")
+    loaders: Any = [DataLoader(range(8), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
+    assert evaluated(0, mode, *loaders) == [[[0, 1, 2, 3], [0, 1, 2, 3]], [[4, 5, 6, 7], [4]]]
+    assert evaluated(1, mode, *loaders) == []
 
 
-def test_loaders_that_stay_together_are_taken() -> None:
-    even: Any = [DataLoader(range(8), 4), DataLoader(range(16), 8)]  # type: ignore[arg-type]
+def test_loaders_that_stay_together_are_evaluated_by_all_ranks() -> None:
+    even: Any = [DataLoader(range(4), 2), DataLoader(range(8), 4)]  # type: ignore[arg-type]
     for mode in ("min_size", "max_size", "max_size_cycle"):
-        verify_side_by_side(combined(mode, *even), "ddp")
-    odd: Any = [DataLoader(range(9), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
-    verify_side_by_side(combined("sequential", *odd), "ddp")
-    dropped: Any = [DataLoader(range(9), 4, drop_last=True), DataLoader(range(5), 4, drop_last=True)]  # type: ignore[arg-type]
-    verify_side_by_side(combined("min_size", *dropped), "ddp")
+        assert evaluated(1, mode, *even) == [[[1], [2, 3]], [[3], [6, 7]]]
+    dropped: Any = [DataLoader(range(5), 4, drop_last=True), DataLoader(range(9), 4, drop_last=True)]  # type: ignore[arg-type]
+    assert evaluated(1, "min_size", *dropped) == [[[2, 3], [2, 3]]]
 
 
 def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:

@@ -69,6 +69,10 @@ def average_of_clones(m: Hooked) -> Tensor:
     return torch.cat([whole(clone).flatten() for clone in m.anchor])
 
 
+def average_of_whole(m: Hooked) -> Tensor:
+    return m.average.mul_(0.9).add_(m.weight.detach(), alpha=0.1)
+
+
 def summed_squares(m: Hooked) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for parameter in m.parameters():
@@ -83,6 +87,7 @@ def logged(m: Hooked) -> float:
 
 READS: dict[str, Callable[[Hooked], Any]] = {
     "average of clones": average_of_clones,
+    "average in a buffer": average_of_whole,
     "norms": lambda m: sum(p.norm() for p in m.parameters()),
     "norms as numbers": lambda m: sum(p.norm().item() for p in m.parameters()),
     "stacked norms": lambda m: torch.stack([p.detach().norm(2) for p in m.parameters()]).norm(2),
@@ -249,7 +254,6 @@ NEEDS_WHOLE: dict[str, Callable[[Hooked], Any]] = {
     "matmul": lambda m: m.weight.data @ m.mask.T,
     "uniform_": lambda m: nn.init.uniform_(m.weight),
     "sub": lambda m: m.weight.detach() - m.start[0],
-    "add_": lambda m: m.average.add_(m.weight.detach()),
     "rmul_or_add": plain_average,
     "cat": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "__reduce_ex__": lambda m: torch.save(m.state_dict(), io.BytesIO()),
