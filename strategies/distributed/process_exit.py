@@ -27,6 +27,8 @@ from fsspec.core import url_to_fs
 from lightning_fabric.accelerators import XLAAccelerator
 from lightning_fabric.utilities import registry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
+from torch._C import _distributed_c10d
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import Metric
 
@@ -80,8 +82,11 @@ def fork_orphan(parent: int) -> bool:
     while os.getppid() == between:
         time.sleep(1e-4)
     die_with_parent(parent)
-    gc.freeze()
+    gc.unfreeze()
+    communicates = {one for one in vars(_distributed_c10d).values() if isinstance(one, type)}
+    _left.extend(one for one in gc.get_referents(*gc.get_objects()) if type(one) in communicates)
     _left.extend(dist.distributed_c10d._world.pg_map)
+    gc.freeze()
     for event in (RANK_FAILED, PEER_LOST):
         event._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]  # another thread may have its lock
     multiprocessing.process._children = set()  # pyright: ignore[reportAttributeAccessIssue]  # it ends those at its end
@@ -91,6 +96,9 @@ def fork_orphan(parent: int) -> bool:
     def end_own(iterator: Any) -> None:
         if iterator._workers[0]._parent_pid == own:
             end(iterator)
+        elif iterator._worker_pids_set:
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
 
     workers._shutdown_workers = end_own
     forget_stores()
