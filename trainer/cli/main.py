@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ...strategies.core.errors import ConfigError
-from ..config.group_files import PACKAGE, Source
+from ..config.group_files import Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
 from ..launch.environment import LOCK_FILE, environment, locked
@@ -135,8 +135,12 @@ def run(source: Source, config_name: str) -> None:
     reraises = wants_traceback()  # as asked, before Hydra is
 
     def job(cfg: DictConfig) -> float | None:
-        try:
-            verify_early(cfg)
+        try:  # before torch is imported, which takes most of the time of a refusal
+            hydra_cfg = HydraConfig.get()
+            verify_plain(cfg)
+            verify_all_read(cfg, OmegaConf.to_yaml(hydra_cfg))
+            if not OmegaConf.is_missing(cfg.module, "_target_"):
+                verify_own_data(hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
             from ...strategies.distributed.process_exit import freeze_for_good
             from .train import run_job
 
@@ -185,25 +189,12 @@ def locks_before_saving() -> Generator[None]:
         yield
 
 
-def verify_early(cfg: DictConfig) -> None:
-    """Check what can be checked before torch is imported, which takes most of the time of a refusal.
-
-    Raises:
-        ConfigError: the first mistake found.
-    """
-    hydra_cfg = HydraConfig.get()
-    verify_plain(cfg)
-    verify_all_read(cfg, OmegaConf.to_yaml(hydra_cfg))
-    if not OmegaConf.is_missing(cfg.module, "_target_"):
-        verify_own_data(hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
-
-
 def wants_traceback() -> bool:
     """Whether errors are to be raised as they are."""
     return os.environ.get(FULL_ERROR, "0") == "1"
 
 
-def end(exc: Exception, source: Source = PACKAGE) -> NoReturn:
+def end(exc: Exception, source: Source) -> NoReturn:
     """End the command: a user error is one sentence, and of any other exception the user's frames are shown.
 
     Raises:

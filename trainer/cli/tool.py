@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..config.group_files import first_sentence
+from ..config.group_files import PACKAGE, first_sentence
 from ..job import summary
 from . import main as command
 from ._help import entry
@@ -145,7 +145,7 @@ def new(folder: Path) -> None:
 def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
     source = command.Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else None
-    sources = [command.PACKAGE, *([source] if source else [])]
+    sources = [PACKAGE, *([source] if source else [])]
     table = summary.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
     for found in sources:
         for name in found.files("strategy"):

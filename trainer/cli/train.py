@@ -98,8 +98,7 @@ def advise(cfg: DictConfig) -> None:
 
         show_comparison(compare_strategies(cfg), cfg.run_dir)
     else:
-        from ..plan.plan import is_measured, measure, plan_memory
-        from ..plan.table import measured_lines, show_plan
+        from ..plan.plan import is_measured, measure, measured_lines, plan_memory, show_plan
 
         measured, planned = is_measured(cfg), plan_memory(cfg)
         show_plan(planned)

@@ -95,13 +95,6 @@ class Source:
         text = f"{self.text('train')}\n{self.text(self.config_name)}"
         return dict(re.findall(r"^  - (?:override |optional )?/?(\w+): \w+ +# (.*)$", text, re.MULTILINE))
 
-    def options(self, group: str, name: str) -> DictConfig:
-        """Compose one file of a group, with the bases in its defaults list; interpolations stay unresolved."""
-        cfg = self.compose([f"{group}={name}"])
-        options = OmegaConf.create(OmegaConf.to_container(cfg[group], resolve=False) or {})
-        assert isinstance(options, DictConfig)
-        return options
-
     def _initialized(self) -> Any:
         if self.config_dir is None:
             return initialize_config_module(CONFIG_MODULE, version_base="1.3")

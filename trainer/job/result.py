@@ -69,7 +69,7 @@ class Result:
         num_restarts: restarts of the processes by their launcher before the failure.
         refused: whether it failed since an option or the module can't be honoured.
         environment: what the run started in: `versions`, `host`, `devices` (names of accelerators, or of the
-            processor) and `git` (`commit`, and `clean`: whether there were no changes), if that is known.
+            processor) and `git` (`commit`, and `clean`: whether its files were unchanged), if that is known.
     """
 
     mode: str
@@ -178,16 +178,13 @@ def environment(devices: Iterable[Any]) -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of the current folder's repository, and whether it is clean; None without one."""
+    """The commit of the current folder's repository, and whether its files are unchanged; None without one."""
     if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
         return None
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        commit, status = (_git("rev-parse", "HEAD"), _git("status", "--porcelain"))
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit, "clean": not status}
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    return done.stdout.strip()
+    commit, _, changed = done.stdout.strip().partition("-")
+    return {"commit": commit, "clean": not changed}

@@ -158,38 +158,29 @@ def build(cfg: DictConfig) -> Parts:
     strategy = instantiate("strategy", cfg.strategy)
     strategy.is_configured = True  # messages name options as the command line does
     module, data = module_and_data(cfg)
-    summary = RunSummary()
-    callbacks: list[pl.Callback] = [
-        summary,  # first, since others read its clock
-        *(instantiate(key, options) for key, options in entries("callbacks", cfg.get("callbacks"))),
-        *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
-        LogEveryEpoch(),
-        SlowRank(),
-        StartUp(cfg.run_dir),
-    ]
-    if cfg.trainer.get("enable_progress_bar", True):
-        callbacks.append(EpochLines())
-    summarized = any(isinstance(callback, ModelSummary) for callback in callbacks)
-    if cfg.trainer.get("enable_model_summary", True) and not summarized:
-        callbacks.append(ModelSummary())
     if cfg.compile:
         module.compile()
-    options = {"enable_model_summary": False}
-    console = Console()
-    if not (console.is_terminal or console.is_jupyter):  # nothing can draw a progress bar
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
-        options["enable_progress_bar"] = False
-    make_trainer = partial(constructor("trainer", cfg.trainer), **options)
     loggers: list[Logger] = [instantiate(key, options) for key, options in entries("logger", cfg.get("logger"))]
-    if not loggers:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]  # it refuses
+    summary, options = RunSummary(), cfg.trainer
+    callbacks: list[pl.Callback] = [
+        summary,  # first, since others read its clock
+        *(instantiate(key, own) for key, own in entries("callbacks", cfg.get("callbacks"))),
+        *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
+        LogEveryEpoch(), SlowRank(), StartUp(cfg.run_dir),
+        *([EpochLines()] if options.get("enable_progress_bar", True) else []),
+    ]  # fmt: skip
+    if options.get("enable_model_summary", True) and not any(isinstance(one, ModelSummary) for one in callbacks):
+        callbacks.append(ModelSummary())
+    console = Console()
+    draws = console.is_terminal or console.is_jupyter  # otherwise nothing can draw a progress bar
+    useless = (*(() if draws else (ProgressBar,)), *(() if loggers else (LearningRateMonitor,)))  # which refuses
+    fixed = {"enable_model_summary": False, **({} if draws else {"enable_progress_bar": False})}
+    make_trainer = constructor("trainer", options)
     try:
         trainer: pl.Trainer = make_trainer(
-            strategy=strategy,
-            callbacks=callbacks,
-            logger=loggers or False,
-            enable_checkpointing=bool(cfg.get("checkpoint")),
-        )
+            strategy=strategy, logger=loggers or False, enable_checkpointing=bool(cfg.get("checkpoint")),
+            callbacks=[one for one in callbacks if not isinstance(one, useless)], **fixed,
+        )  # fmt: skip
     except (TypeError, ValueError, MisconfigurationException) as exc:
         raise exc if isinstance(exc, ConfigError) else ConfigError(f"trainer: {exc}") from exc
     return Parts(trainer, module, data, summary)
@@ -203,15 +194,13 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig, again: bool = False) -> Non
         return
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
-        if isinstance(logger, TensorBoardLogger) and again:  # the text is in the file
+        if isinstance(logger, TensorBoardLogger):
             logger.log_layout(cfg.monitor)
             logger.differing = overridden(cfg)
-        elif isinstance(logger, TensorBoardLogger):
-            logger.log_text("config", OmegaConf.to_yaml(cfg))
-            logger.log_layout(cfg.monitor)
-            if told := [*cfg.tags, *([cfg.notes] if cfg.notes else [])]:
-                logger.log_text("notes", "\n".join(told))
-            logger.differing = overridden(cfg)
+            told = [*cfg.tags, *([cfg.notes] if cfg.notes else [])]
+            for name, text in (("config", OmegaConf.to_yaml(cfg)), ("notes", "\n".join(told))):
+                if text and not again:  # then it is in the file
+                    logger.log_text(name, text)
 
 
 def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
@@ -284,21 +273,10 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         score: Any = ranks.best_model_score  # untyped; of the best checkpoint
         monitored, epoch = (monitored, None) if score is None else (float(score), ranks.best_epoch)
     return Result(
-        mode=cfg.mode,
-        strategy=name_of(strategy),
-        devices=[str(device) for device in node_devices(strategy)],
-        num_processes=processes_of(strategy),
-        run_dir=cfg.run_dir,
-        metrics=metrics,
-        monitor=cfg.monitor,
-        monitored=monitored,
-        monitored_epoch=epoch,
-        global_batch=summary.global_batch,
-        samples_per_s=summary.samples_per_s,
-        num_steps=trainer.global_step,
+        cfg.mode, name_of(strategy), list(map(str, node_devices(strategy))), processes_of(strategy), cfg.run_dir,
+        metrics, cfg.monitor, monitored, epoch, summary.global_batch, summary.samples_per_s, trainer.global_step,
         best_checkpoint=parts.best_checkpoint,
         last_checkpoint=getattr(ranks, "last_model_path", None) or parts.best_checkpoint,
-        predictions=predictions,
-        peak_memory_mib=summary.peak_memory_mib,
+        predictions=predictions, peak_memory_mib=summary.peak_memory_mib,
         status=DIVERGED if summary.diverged else FINISHED,
-    )
+    )  # fmt: skip

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -27,10 +26,13 @@ CONFIRMING_STEPS = 3
 
 
 def with_batch_size(cfg: DictConfig) -> DictConfig:
-    """Replace `data.batch_size=auto` with the largest batch size that fits into memory.
+    """Replace `data.batch_size=auto` with the largest batch size for which training steps fit into memory.
+
+    Every attempt has a module, data and trainer of its own, which writes nothing.
 
     Raises:
-        ConfigError: there are several processes, or a batch of one sample does not fit.
+        ConfigError: there are several processes, a batch of one sample does not fit, or the number of samples is
+            unknown.
     """
     if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
         return cfg
@@ -40,51 +42,34 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
             "devices=1, then set data.batch_size to the number in the log."
         )
 
-    def make_data(size: int) -> pl.LightningDataModule:
+    def data_of(size: int) -> pl.LightningDataModule:
         return instantiate("data", OmegaConf.merge(cfg.data, {"batch_size": size}))
 
-    size = find_batch_size(lambda: instantiate("module", cfg.module), make_data, partial(quiet_trainer, cfg))
-    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
-    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
-
-
-def find_batch_size(
-    make_module: Callable[[], pl.LightningModule],
-    make_data: Callable[[int], pl.LightningDataModule],
-    make_trainer: Callable[..., pl.Trainer],
-) -> int:
-    """Find the largest batch size, in samples, for which training steps fit into memory.
-
-    Every attempt has a module, data (of that size) and trainer (of one process, which writes nothing) of its own, and
-    the random state is restored, so that the run that follows is not affected.
-
-    Raises:
-        ConfigError: a batch of one sample does not fit, or the number of samples is unknown.
-    """
-
     def fits(size: int) -> bool:
-        fit = True
+        trainer, fit = quiet_trainer(cfg, max_epochs=-1, max_steps=CONFIRMING_STEPS, callbacks=[]), True
         try:
-            trainer = make_trainer(max_epochs=-1, max_steps=CONFIRMING_STEPS, callbacks=[])
-            trainer.fit(make_module(), datamodule=make_data(size))
+            trainer.fit(instantiate("module", cfg.module), datamodule=data_of(size))
         except RuntimeError as exc:
             if not is_out_of_memory(exc):
                 raise
             fit = False
+        del trainer
         gc.collect()
         release_cached_memory()
         logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")
         return fit
 
-    with rng.isolated():
-        data = make_data(1)
+    with rng.isolated():  # the run that follows is not affected
+        data = data_of(1)
         data.prepare_data()
         data.setup("fit")
         if (num := sized_len(getattr(data.train_dataloader(), "dataset", None))) is None:
             raise ConfigError(
                 "batch_size=auto needs a dataset of known length, in one DataLoader. Set data.batch_size."
             )
-        return largest(fits, num)
+        size = largest(fits, num)
+    rank_zero_info(f"batch_size=auto: data.batch_size={size}")
+    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:

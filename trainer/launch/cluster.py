@@ -149,7 +149,20 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
     if found is None:
         return list(words)
     least, most = map(int, found.groups())
-    _verify(found[0], least, most, cluster)
+    if not isinstance(cluster, TorchElasticEnvironment):
+        raise ConfigError(
+            f"{found[0]} needs torchrun, whose agents start the workers anew. Give one number, or use it."
+        )
+    if not least <= _num_nodes() <= most:
+        raise ConfigError(
+            f"{found[0]} allows {least} to {most} machines; torchrun has started {_num_nodes()}. Give torchrun the "
+            f"same range: --nnodes={least}:{most}."
+        )
+    if is_hosted_by_agent():
+        raise ConfigError(
+            f"{found[0]} needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every machine: "
+            "torch's shared store keeps the addresses of ranks that have left, and those that join wait for them."
+        )
     if given := [word for word in words if word.startswith("resume=")]:
         raise ConfigError(
             f"{found[0]} continues from its own checkpoints, so it can't start from {given[0]}. Leave resume out."
@@ -159,21 +172,6 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
         run_id = re.sub(r"[^A-Za-z0-9_-]+", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         kept.append(f"hydra.run.dir={_DIRECTORY}/{run_id}")
     return [*kept, "resume=auto"]
-
-
-def _verify(given: str, least: int, most: int, cluster: ClusterEnvironment) -> None:
-    if not isinstance(cluster, TorchElasticEnvironment):
-        raise ConfigError(f"{given} needs torchrun, whose agents start the workers anew. Give one number, or use it.")
-    if not least <= _num_nodes() <= most:
-        raise ConfigError(
-            f"{given} allows {least} to {most} machines; torchrun has started {_num_nodes()}. Give torchrun the same "
-            f"range: --nnodes={least}:{most}."
-        )
-    if is_hosted_by_agent():
-        raise ConfigError(
-            f"{given} needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every machine: "
-            "torch's shared store keeps the addresses of ranks that have left, and those that join wait for them."
-        )
 
 
 def _num_nodes() -> int:

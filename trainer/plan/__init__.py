@@ -1,5 +1,5 @@
 """mode=plan: compute memory per device and the largest batch without training.
 
-Exports: plan, table.
+Exports: plan.
 May import: compare, job, config.
 """

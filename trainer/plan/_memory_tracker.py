@@ -2,13 +2,15 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
+
+from ...strategies.core.patching import replaced
 
 LITERAL = "aten::lift_fresh"
 """The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
@@ -17,7 +19,7 @@ LITERAL = "aten::lift_fresh"
 class MemoryTracker(TorchDispatchMode):
     """Tracks the lifetime of every storage that operations create while the mode is active.
 
-    A result belongs to the stage of its inputs, as on real devices; `Cross` moves a tensor to another stage.
+    A result belongs to the stage of its inputs, as on real devices; `copied` moves a tensor to another stage.
 
     Args:
         block_bytes: sizes are rounded up to multiples of this, like in the device's allocator (CUDA: 512).
@@ -69,6 +71,15 @@ class MemoryTracker(TorchDispatchMode):
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
 
+    def copied(self, tensor: Tensor, stage: int) -> Tensor:
+        """A copy of a tensor on another stage; its gradient is copied back."""
+        back = self.stage_of(tensor)
+        with replaced(self, "moving_to", stage):
+            copy = tensor.clone()
+        if copy.requires_grad:
+            copy.register_hook(partial(self.copied, stage=self.home if back is None else back))
+        return copy
+
     def start_peak(self) -> None:
         """Reset the peak."""
         self.peak = list(self.live)
@@ -101,26 +112,3 @@ class MemoryTracker(TorchDispatchMode):
         # scalars may be on any device: the other inputs decide
         known = sorted(((not dim, stage) for dim, stage in stages if stage is not None), key=lambda item: item[0])
         return known[0][1] if known else self.home
-
-
-class Cross(Function):
-    """Copies a tensor to another stage in forward, and its gradient back in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, tracker: MemoryTracker, stage: int) -> Tensor:
-        """Copy the tensor to the stage."""
-        ctx.tracker, ctx.back = tracker, tracker.stage_of(tensor)
-        return _copy(tensor, tracker, stage)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Copy the gradient back."""
-        return _copy(grads[0], ctx.tracker, ctx.tracker.home if ctx.back is None else ctx.back), None, None
-
-
-def _copy(tensor: Tensor, tracker: MemoryTracker, stage: int) -> Tensor:
-    tracker.moving_to = stage
-    try:
-        return tensor.clone()
-    finally:
-        tracker.moving_to = None

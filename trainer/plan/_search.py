@@ -1,6 +1,5 @@
 """Compute the memory plan of every device and the largest batch that fits from simulated steps."""
 
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 
 from ...strategies.pipeline.schedule import most_in_flight
@@ -100,16 +99,15 @@ def questions(topology: Topology, batch: int, device_bytes: float | None) -> Que
 
 
 def planned(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> Questions[list[DevicePlan]]:
-    """Plan every device for a batch of the loader, requesting batch sizes that are not simulated yet."""
-    for samples in map(topology.simulated, topology.samples(batch)):
+    """Plan every device of a node, in order, for a batch of the loader.
+
+    Args:
+        known: the memory per stage of steps with so many samples; those that it lacks are requested.
+    """
+    sizes = topology.samples(batch)
+    for samples in map(topology.simulated, sizes):
         if samples and samples not in known:
             known[samples] = yield samples
-    return device_plans(topology, batch, known)
-
-
-def device_plans(topology: Topology, batch: int, known: dict[int, list[StageMemory]]) -> list[DevicePlan]:
-    """Plan every device of a node, in order, by the memory per stage of steps with so many samples each."""
-    sizes = topology.samples(batch)
     idle = [without_samples(memory) for memory in next(iter(known.values()))]
     plans: list[DevicePlan] = []
     for copy, samples in enumerate(sizes):
@@ -177,32 +175,22 @@ def largest_batch(
     a step that fits and a step with one more sample that does not.
     """
     peaks: dict[int, int] = {}
-
-    def peak(samples: int) -> Generator[int, list[StageMemory], int]:
-        plans = yield from planned(topology, samples, known)
-        peaks[samples] = max(plan.peak for plan in plans)
-        return peaks[samples]
-
-    fits, fails = 0, MAX_SAMPLES + 1
-    guess = batch
+    fits, fails, guess = 0, MAX_SAMPLES + 1, batch
     while fails - fits > 1:
-        if (yield from peak(guess)) <= device_bytes:
-            fits = guess
-        else:
-            fails = guess
+        plans = yield from planned(topology, guess, known)
+        peaks[guess] = max(plan.peak for plan in plans)
+        fits, fails = (guess, fails) if peaks[guess] <= device_bytes else (fits, guess)
         guess = next_guess(peaks, fits, fails, device_bytes)
     return None if fits == MAX_SAMPLES else fits
 
 
 def next_guess(peaks: dict[int, int], fits: int, fails: int, limit: float) -> int:
     """The next size to try, strictly between a batch that fits and one that does not."""
-    points = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
-    if len(points) == 1:
-        guess = 2 * points[0][0]
-    else:
-        (n, size), (m, other) = points
+    guess = (fits + fails) // 2
+    if len(peaks) == 1:
+        guess = 2 * next(iter(peaks))
+    elif len(peaks) <= MANY_GUESSES:
+        (n, size), (m, other) = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
         slope = (other - size) / (m - n)
-        guess = int(n + (limit - size) / slope) if slope > 0 else (fits + fails) // 2
-    if len(peaks) > MANY_GUESSES:
-        guess = (fits + fails) // 2
+        guess = int(n + (limit - size) / slope) if slope > 0 else guess
     return min(max(guess, fits + 1), max(fits + 1, fails - 1))

@@ -3,7 +3,7 @@
 Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from operator import length_hint
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
-from ._memory_tracker import Cross, MemoryTracker
+from ._memory_tracker import MemoryTracker
 from ._topology import Shards, StageMemory, sharded
 
 Answer = TypeVar("Answer")
@@ -56,8 +56,7 @@ class SimulatedStages(Stages):
 
     @override
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        cross: Callable[..., Tensor] = Cross.apply
-        return [t if self.tracker.stage_of(t) == stage else cross(t, self.tracker, stage) for t in tensors]
+        return [t if self.tracker.stage_of(t) == stage else self.tracker.copied(t, stage) for t in tensors]
 
 
 class Finished(Exception):
@@ -207,7 +206,7 @@ class SimulatedStrategy(SingleDeviceStrategy):
         """Return the memory of the last optimizer step per stage, and reset the counters."""
         assert self.lightning_module is not None
         gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
-        states = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        states = [value for o in self.optimizers for state in o.state.values() for value in state.values()]
         taken = self._memory
         whole = [memory.parameters for memory in taken]
         for stage, memory in enumerate(taken):
@@ -226,13 +225,12 @@ class SimulatedStrategy(SingleDeviceStrategy):
         for optimizer in self.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for parameter, owner in zip(parameters, owners(parameters, self._num_owners), strict=True):
-                states = [v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor)]
-                found[owner] += self._bytes(states, stage)
+                found[owner] += self._bytes(optimizer.state.get(parameter, {}).values(), stage)
         return tuple(found)
 
-    def _bytes(self, tensors: Sequence[Tensor], stage: int) -> int:
-        storages = {t.untyped_storage()._cdata: t for t in tensors if self.tracker.stage_of(t) == stage}
-        return sum(self.tracker.size_of(tensor) for tensor in storages.values())
+    def _bytes(self, values: Iterable[Any], stage: int) -> int:
+        tensors = [value for value in values if isinstance(value, Tensor) and self.tracker.stage_of(value) == stage]
+        return sum(map(self.tracker.size_of, {t.untyped_storage()._cdata: t for t in tensors}.values()))
 
     def _note(self, name: str) -> None:
         for stage, memory in enumerate(self._memory):
@@ -263,9 +261,8 @@ def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch
     """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`."""
 
     def resize(tensor: Tensor) -> Tensor:
-        rows = samples if tensor.dim() and tensor.shape[0] == num else None
-        shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
-        with mode:
-            return torch.empty(shape, dtype=tensor.dtype)
+        rows = samples if tensor.dim() and len(tensor) == num else None
+        return tensor.new_empty(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
 
-    return apply_to_collection(batch, Tensor, resize, allow_frozen=True)
+    with mode:
+        return apply_to_collection(batch, Tensor, resize, allow_frozen=True)

@@ -91,31 +91,21 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         return Topology(name, num_devices, num_devices, num_microbatches=cut.num_microbatches, schedule=cut.schedule)
     if not isinstance(strategy, RankStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
-    if isinstance(strategy, FSDPStrategy):
-        return _of_shards(strategy, name, num_devices, num_nodes)
+    if isinstance(strategy, FSDPStrategy) and strategy.shards.cpu_offload:
+        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
     num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
     num_ranks = num_processes(num_devices, num_stages) * num_nodes
-    buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
-    per_rank = strategy.batch_size_is == "per_device"
     stages = strategy.stage_options or StageOptions()
-    owners = num_ranks if strategy.shard_optimizer else 1
-    return Topology(
-        name, num_devices, num_stages, num_ranks, False, per_rank, strategy.balance.policy, buckets,
-        stages.num_microbatches, stages.schedule, owners,
+    spread = Topology(
+        name, num_devices, num_stages, num_ranks, is_per_rank=strategy.batch_size_is == "per_device",
+        policy=strategy.balance.policy, num_microbatches=stages.num_microbatches, schedule=stages.schedule,
     )  # fmt: skip
-
-
-def _of_shards(strategy: FSDPStrategy, name: str, num_devices: int, num_nodes: int) -> Topology:
-    if strategy.shards.cpu_offload:
-        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
-    num_ranks = num_devices * num_nodes
-    per_rank = strategy.batch_size_is == "per_device"
+    if not isinstance(strategy, FSDPStrategy):
+        buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
+        return replace(spread, buckets=buckets, num_owners=num_ranks if strategy.shard_optimizer else 1)
     if num_ranks % strategy.shards.replicas:
         raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.shards.replicas} groups.")
-    return Topology(
-        name, num_devices, num_ranks=num_ranks, is_per_rank=per_rank, policy=strategy.balance.policy,
-        num_shards=num_ranks // strategy.shards.replicas,
-    )  # fmt: skip
+    return replace(spread, num_shards=num_ranks // strategy.shards.replicas)
 
 
 def count_devices(cfg: DictConfig) -> int:

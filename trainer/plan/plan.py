@@ -1,13 +1,16 @@
 """Compute the memory that each device would need, without using one (`mode=plan`)."""
 
 import logging
-from collections.abc import Callable, Iterator
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.strategies import Strategy
 from torch import nn
@@ -32,30 +35,15 @@ from ..config.group_files import PACKAGE
 from ..config.instantiate import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import write_json
+from ..job.summary import new_table, show
 from ..study.compare import short_config
-from ..study.trial import Trial, run_trial
+from ..study.trial import OK, Trial, run_trial
 from ._search import MemoryPlan, Tried, questions
 from ._simulation import Finished, Questions, SimulatedStrategy
 from ._topology import Shards, Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
 
 MICROBATCHES = 4
 """Micro-batches per stage: more of them fill the stages better and are smaller, but each costs launches."""
-
-
-def choices(cfg: DictConfig, given: Topology, batch: int) -> list[tuple[Tried, DictConfig]]:
-    """List the ways to train, with their strategies, from cheap to expensive; the configured one is left out."""
-    found: list[tuple[Tried, DictConfig]] = []
-    for recompute in ("never", "except_last", "always"):
-        for options, loader_batch in _spreads(given, batch, int(cfg.num_nodes)):
-            strategy = _strategy(cfg, given.name, options)
-            if "recompute" not in strategy or (not options and recompute == strategy.recompute):
-                continue
-            with open_dict(strategy):
-                strategy.recompute = recompute
-            shown = [f"{'' if key == 'strategy' else 'strategy.'}{key}={as_given(options[key])}" for key in options]
-            chosen = shown if options and recompute == "never" else [*shown, f"strategy.recompute={recompute}"]
-            found.append((Tried(tuple(chosen), loader_batch), strategy))
-    return found
 
 
 def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[tuple[dict[str, object], int]]:
@@ -79,16 +67,8 @@ def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[tuple[dict
             yield {**options, "batch_size_is": "global"}, everywhere
 
 
-def _strategy(cfg: DictConfig, given: str, options: dict[str, object]) -> DictConfig:
-    """The configuration of a strategy, with the user's other options where it is the configured one."""
-    name = str(options.get("strategy", given))
-    strategy = cfg.strategy.copy() if name == given else PACKAGE.options("strategy", name)
-    with open_dict(strategy):
-        strategy.update({key: value for key, value in options.items() if key != "strategy"})
-    return strategy
-
-
 GB = 10**9
+UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
 
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -110,30 +90,34 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
         strategy: Strategy = instantiate("strategy", cfg.strategy)
         topology = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
         topology = replace(topology, workspace=workspace_bytes(cfg))
-
-        def ask(batch: int) -> Questions[MemoryPlan]:
-            return questions(topology, batch, None if limit is None else limit * GB)
-
-        found = interview(cfg, strategy, topology, ask)
-        if limit is not None and found.peak > limit * GB:
-            found = replace(found, tried=list(others(cfg, topology, found, limit * GB)))
+        most = limit and limit * GB
+        found = interview(cfg, strategy, topology, lambda batch: questions(topology, batch, most))
+        if most is not None and found.peak > most:
+            found = replace(found, tried=list(others(cfg, topology, found, most)))
     write_json(found, Path(cfg.run_dir) / "plan.json")
     return found
 
 
 def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> Iterator[Tried]:
     """Plan other ways to train the same global batch, from cheap to expensive, up to the first that fits."""
-    too_large: set[tuple[str, ...]] = set()
-    for tried, options in choices(cfg, given, plan.loader_batch):
-        spread = tuple(option for option in tried.options if not option.startswith("strategy.recompute="))
-        if spread in too_large:
+    too_large: list[dict[str, object]] = []
+    spreads = list(_spreads(given, plan.loader_batch, int(cfg.num_nodes)))
+    for recompute, (options, batch) in product(("never", "except_last", "always"), spreads):
+        name = str(options.get("strategy", given.name))
+        strategy: Any = (
+            cfg.strategy.copy() if name == given.name else OmegaConf.create(PACKAGE.text(f"strategy/{name}"))
+        )
+        if "recompute" not in strategy or (not options and recompute == strategy.recompute) or options in too_large:
             continue  # to recompute activations takes nothing off the weights
-        batch = tried.loader_batch
+        with open_dict(strategy):
+            strategy.update({**{key: options[key] for key in options if key != "strategy"}, "recompute": recompute})
+        shown = [f"{'' if key == 'strategy' else 'strategy.'}{key}={as_given(options[key])}" for key in options]
+        recomputes = [] if options and recompute == "never" else [f"strategy.recompute={recompute}"]
+        tried = Tried((*shown, *recomputes), batch)
         try:
-            strategy: Strategy = instantiate("strategy", options)
-            topology = topology_of(strategy, given.num_devices, int(cfg.num_nodes))
-            topology = replace(topology, workspace=given.workspace)
-            planned = interview(cfg, strategy, topology, lambda _, t=topology, b=batch: questions(t, b, None))
+            made: Strategy = instantiate("strategy", strategy)
+            topology = replace(topology_of(made, given.num_devices, int(cfg.num_nodes)), workspace=given.workspace)
+            planned = interview(cfg, made, topology, lambda _, t=topology, b=batch: questions(t, b, None))
         except ConfigError as exc:
             yield replace(tried, reason=str(exc))
             continue
@@ -141,7 +125,7 @@ def others(cfg: DictConfig, given: Topology, plan: MemoryPlan, limit: float) -> 
         if planned.peak <= limit:
             return
         if max(d.parameters + d.gradients + d.optimizer for d in planned.devices) > limit:
-            too_large.add(spread)
+            too_large.append(options)
 
 
 def is_measured(cfg: DictConfig) -> bool:
@@ -213,3 +197,91 @@ def one_device(cfg: DictConfig) -> dict[str, Any]:
         # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
     }
+
+
+COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")
+CELLS = ("samples", *COLUMNS)
+
+
+def show_plan(plan: MemoryPlan) -> None:
+    """Print the memory of each device, and the largest batch that fits."""
+    ranks = plan.global_batch // plan.loader_batch
+    batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
+    title = f"plan: strategy={plan.strategy}, global batch {batch} samples"
+    table = new_table(title, ("device", *CELLS))
+    for amounts, alike in groupby(plan.devices, key=lambda device: [getattr(device, column) for column in CELLS]):
+        first, *others = (device.device for device in alike)
+        name = f"{first} to {others[-1]}" if others else str(first)
+        table.add_row(name, str(amounts[0]), *map(size_text, amounts[1:]))
+    show(table, conclusions(plan))
+    if plan.tried:
+        show_tried(plan)
+
+
+def show_tried(plan: MemoryPlan) -> None:
+    """Print the other ways to train that were planned, and the command of the cheapest that fits."""
+    headings = ("options", "loader's batch", "peak")
+    table = new_table("the same global batch on the same devices, from cheap to expensive", headings, text=headings[:1])
+    for tried in plan.tried:
+        peak = "refused" if tried.peak is None else size_text(tried.peak)
+        table.add_row(" ".join(tried.options), str(tried.loader_batch), peak)
+    show(table, advice(plan, sys.argv))
+
+
+REPLACED = ("mode=", "device_memory_gb=", "strategy=", "plan.")
+
+
+def advice(plan: MemoryPlan, argv: Sequence[str]) -> list[str]:
+    """Say what is the cheapest way that fits, with its command, made of this run's command line."""
+    found = plan.cheapest
+    if found is None:
+        return ["None of these fits. Use more devices, a smaller batch, or a lower precision."]
+    given = [argument for argument in argv[1:] if not argument.startswith(REPLACED)]
+    if any(option.startswith("strategy=") for option in found.options):
+        given = [argument for argument in given if not argument.startswith("strategy.")]
+    else:
+        own = [argument for argument in argv[1:] if argument.startswith("strategy=")]
+        names = tuple(f"{option.partition('=')[0]}=" for option in found.options)
+        given = [*own, *(argument for argument in given if not argument.startswith(names))]
+    start = ["python", Path(argv[0]).name] if argv[0].endswith(".py") else [Path(argv[0]).name]
+    lines = ["The cheapest that fits:", f"  {shlex.join([*start, *given, *found.options])}"]
+    if found.loader_batch != plan.loader_batch:
+        lines.append(f"Set the loader's batch to {found.loader_batch} samples for the same global batch.")
+    return lines
+
+
+def conclusions(plan: MemoryPlan) -> list[str]:
+    """Say whether the plan fits, and the largest batch that does."""
+    if plan.device_bytes is None:
+        return ["Set device_memory_gb to find the largest batch that fits."]
+    room = size_text(plan.device_bytes)
+    fits = "fits" if plan.peak <= plan.device_bytes else "does not fit"
+    line = f"This {fits} {room}: the largest peak of a device is {size_text(plan.peak)}."
+    if plan.largest_batch is None:
+        return [line, f"Any batch fits {room}."]
+    if not plan.largest_batch:
+        return [line, f"A batch of one sample does not fit {room}: the module is too large for this strategy."]
+    return [line, f"The largest batch of the loader that fits {room}: {plan.largest_batch:,} samples."]
+
+
+def measured_lines(plan: MemoryPlan, measured: Trial) -> list[str]:
+    """Describe a plan's error relative to the measured peaks: planned / measured - 1."""
+    if measured.status != OK:
+        return [f"The measurement {measured.status}: {measured.reason}"]
+    sizes = [mib * 2**20 for mib in measured.peak_memory_mib]
+    if len(sizes) != len(plan.devices) or not all(sizes):
+        return [f"{len(plan.devices)} devices were planned, and {len(sizes)} measured; no error is shown."]
+    return [
+        f"device {device.device}: planned {size_text(device.peak)}, measured {size_text(size)} "
+        f"(error {device.peak / size - 1:+.1%})"
+        for device, size in zip(plan.devices, sizes, strict=True)
+    ]
+
+
+def size_text(size: float) -> str:
+    """Format bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
+    for unit, factor in UNITS:
+        if size >= factor:
+            digits = max(0, 2 - (len(str(int(size / factor))) - 1))
+            return f"{size / factor:.{digits}f} {unit}"
+    return f"{size:.0f} B"

@@ -4,9 +4,9 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.table import Table
 from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
@@ -102,56 +102,45 @@ def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None
     equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
     least = min(trial.peak_mib for trial in equal)
     best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
-    return best.strategy, explain(best, fitting, equal)
-
-
-def explain(best: Trial, trials: list[Trial], equal: list[Trial]) -> str:
-    """Say why a strategy was chosen among those as fast as the fastest."""
-    others = [trial for trial in trials if trial is not best]
+    others = [trial for trial in fitting if trial is not best]
     if not others:
-        return "it is the only one that trained"
-    rivals = [trial for trial in equal if trial is not best]
-    if rivals:
+        return best.strategy, "it is the only one that trained"
+    if rivals := [trial.strategy for trial in equal if trial is not best]:
         merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
-        return f"it is as fast as {', '.join(t.strategy for t in rivals)} (within {NOISE:.0%}), and {merit}"
+        return best.strategy, f"it is as fast as {', '.join(rivals)} (within {NOISE:.0%}), and {merit}"
     second = max(others, key=lambda trial: trial.samples_per_s)
     ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
     overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
     doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
     if best.strategy == REFERENCE:
-        return f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}{doubt}"
-    return f"it is the fastest of {len(trials)} that train alike, {ratio} {second.strategy}{doubt}"
+        reason = f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
+    else:
+        reason = f"it is the fastest of {len(fitting)} that train alike, {ratio} {second.strategy}"
+    return best.strategy, reason + doubt
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
-    """Print the table, the strategies that did not train and why, and the recommendation."""
-    trained = [trial for trial in comparison.trials if trial.status == OK]
-    told = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
-    summary.show(draw(comparison, trained) if trained else None, told)
-
-
-def draw(comparison: Comparison, trained: list[Trial]) -> Table:
-    """Build the table, with one row per strategy that trained."""
-    first = trained[0]
-    title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
-    headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
-    table = summary.new_table(title, headings, text=("strategy", "losses"))
-    for trial in trained:
-        ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+    """Print the table of what trained, the strategies that did not train and why, and the recommendation."""
+    table, first = None, 0.0
+    for trial in (trial for trial in comparison.trials if trial.status == OK):
+        if table is None:
+            title = f"compare: global batch {trial.global_batch} samples, {len(trial.losses)} steps"
+            headings = ("strategy", "processes", "samples/s", f"× {trial.strategy}", "peak MiB", "losses")
+            table, first = summary.new_table(title, headings, text=("strategy", "losses")), trial.samples_per_s
+        ratio = f"{trial.samples_per_s / first:.2f}" if first else ""
         name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
         speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
         table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
-    return table
+    told = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
+    summary.show(table, told)
 
 
 def memory(trial: Trial) -> str:
     """Peak memory per device (per process on the CPU): a list if there are few and they differ, otherwise the range."""
     sizes = [round(size) for size in trial.peak_memory_mib]
-    if len(set(sizes)) <= 1:
-        return f"{sizes[0]:,}" if sizes else ""
-    if len(sizes) <= 4:
-        return " / ".join(f"{size:,}" for size in sizes)
-    return f"{min(sizes):,} to {max(sizes):,}"
+    if len(set(sizes)) > 1 and len(sizes) > 4:
+        return f"{min(sizes):,} to {max(sizes):,}"
+    return " / ".join(f"{size:,}" for size in (sizes if len(set(sizes)) > 1 else sizes[:1]))
 
 
 def verdict(comparison: Comparison, trial: Trial) -> str:
@@ -168,13 +157,13 @@ def verdict(comparison: Comparison, trial: Trial) -> str:
 
 def notes(comparison: Comparison) -> list[str]:
     """Explain differing losses."""
-    found: list[str] = []
-    for name, difference in comparison.differences.items():
-        if difference <= comparison.tolerance:
-            continue
-        excuses = comparison.excuses[name]
-        why = "; ".join(excuses) if excuses else "the cause is unknown, so it is not recommended; please report it"
-        found.append(f"{name}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {why}.")
+    unknown, limit = "the cause is unknown, so it is not recommended; please report it", comparison.tolerance
+    found = [
+        f"{name}: losses differ by {difference:.1e} (allowed: {limit:.0e}): "
+        f"{'; '.join(comparison.excuses[name]) or unknown}."
+        for name, difference in comparison.differences.items()
+        if difference > limit
+    ]
     named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
     if named and not found:
         found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
@@ -206,8 +195,12 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
     Raises:
         ConfigError: an option of `compare` can't be honoured.
     """
-    names = chosen_strategies(cfg)
-    verify_lengths(cfg)
+    names, steps, warmup = chosen_strategies(cfg), cfg.compare.steps, cfg.compare.warmup_steps
+    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= -(-warmup // WINDOW) < steps // WINDOW):
+        raise ConfigError(
+            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure: the clock is "
+            f"read every {WINDOW} batches. Give warmup_steps >= 1 and more steps."
+        )
     trials: list[Trial] = []
     began_s = time.monotonic()
     with run_log(cfg.run_dir):
@@ -243,16 +236,6 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
             suggestion = did_you_mean(name, known)
             raise ConfigError(f"compare.strategies: {name} is unknown. Choose from {', '.join(known)}.{suggestion}")
     return [REFERENCE, *(name for name in dict.fromkeys(names) if name != REFERENCE)]
-
-
-def verify_lengths(cfg: DictConfig) -> None:
-    """Check that enough steps remain to be measured."""
-    steps, warmup = cfg.compare.steps, cfg.compare.warmup_steps
-    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= -(-warmup // WINDOW) < steps // WINDOW):
-        raise ConfigError(
-            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure: the clock is "
-            f"read every {WINDOW} batches. Give warmup_steps >= 1 and more steps."
-        )
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
@@ -293,7 +276,7 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
     """
     base, *more = VARIANTS.get(name, name).split(" strategy.")
     is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[base].__name__
-    options = cfg.strategy.copy() if is_users else PACKAGE.options("strategy", base)
+    options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.text(f"strategy/{base}"))
     with open_dict(options):
         options.merge_with(OmegaConf.from_dotlist(more))
         options.merge_with((cfg.compare.get("options") or {}).get(name) or {})

@@ -58,18 +58,15 @@ class PruneTrial(pl.Callback):
         value = trainer.callback_metrics.get(self.monitor)
         if trainer.sanity_checking or value is None:
             return
-        ends = self._report(float(value)) if trainer.is_global_zero else False
+        ends = False
+        if trainer.is_global_zero:
+            trial = self._trial = self._trial or self._load()
+            trial.report(float(value), step=self.num_reported)
+            self.num_reported += 1
+            ends = self.pruner is not None and (math.isnan(value) or bool(trial.should_prune()))
+            if ends:
+                trial.set_user_attr(PRUNED_AT, self.num_reported)
         trainer.should_stop = trainer.should_stop or bool(trainer.strategy.broadcast(ends))
-
-    def _report(self, value: float) -> bool:
-        """Report a value, and return whether the trial is to end."""
-        trial = self._trial = self._trial or self._load()
-        trial.report(value, step=self.num_reported)
-        self.num_reported += 1
-        ends = self.pruner is not None and (math.isnan(value) or bool(trial.should_prune()))
-        if ends:
-            trial.set_user_attr(PRUNED_AT, self.num_reported)
-        return ends
 
     def _load(self) -> Any:
         optuna = importlib.import_module("optuna")
@@ -157,7 +154,11 @@ class Search:
             self._finish(trial, result)
             done = trial.number + 1 - num_before
             left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
-            log.info("%s", self._progress_line(trial.number, left_s))
+            ended, best = self.study.trials[trial.number], self.best()
+            shown = "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
+            shown += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
+            shown += f" · about {left_s:.0f} s left" if left_s > 0 else ""
+            log.info("trial %d: %s%s", trial.number, ended.state.name.lower(), shown)
 
     def _finish(self, trial: Any, result: Result) -> None:
         """Tell Optuna how a trial ended."""
@@ -209,15 +210,6 @@ class Search:
             result = self.results.get(trial.number)
             rows.append(Variant(trial.number, strategy, words, last_value(trial), state, result))
         return rows
-
-    def _progress_line(self, number: int, left_s: float) -> str:
-        """One row of the table as it grows."""
-        trial, best = self.study.trials[number], self.best()
-        value = last_value(trial)
-        shown = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
-        so_far = "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
-        left = f" · about {left_s:.0f} s left" if left_s > 0 else ""
-        return f"trial {number}: {trial.state.name.lower()}{shown}{so_far}{left}"
 
     def _distribution(self, key: str, text: Any) -> Any:
         self._verify_key(key)

@@ -125,26 +125,26 @@ def test_keys_that_checkpoint_policies_share_have_one_default_and_one_explanatio
     assert differing("checkpoint/last", "checkpoint/every_n_steps", "checkpoint/interval") == {"save_top_k"}
 
 
-def test_inherited_options_are_composed_with_a_file_s_own() -> None:
-    assert dict(PACKAGE.options("strategy", "balanced_dp")) == {
+def test_a_file_has_all_of_its_options() -> None:
+    assert PACKAGE.values("strategy/balanced_dp") == {
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
         "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
         "verify": True, "global_view": "auto",
     }  # fmt: skip
-    best = PACKAGE.options("checkpoint", "best")
-    assert (best.save_top_k, best.save_last, best.every_n_epochs, best.on_error) == (1, True, 1, "raise")
-    assert "filename" not in PACKAGE.options("checkpoint", "last")
+    best = PACKAGE.values("checkpoint/best")
+    assert (best["save_top_k"], best["save_last"], best["every_n_epochs"], best["on_error"]) == (1, True, 1, "raise")
+    assert "filename" not in PACKAGE.values("checkpoint/last")
 
 
 def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
     """A `mode=compare` of the command line ended: GlobalHydra is already initialized."""
     with initialize_config_module("evener.conf", version_base="1.3"):
         running = GlobalHydra.instance().hydra
-        assert PACKAGE.options("strategy", "ddp").timeout_s == 1800
+        assert PACKAGE.compose(["strategy=ddp"]).strategy.timeout_s == 1800
         with pytest.raises(MissingConfigException):
-            PACKAGE.options("strategy", "ddpp")
+            PACKAGE.compose(["strategy=ddpp"])
         assert GlobalHydra.instance().hydra is running
     assert not GlobalHydra.instance().is_initialized()
 

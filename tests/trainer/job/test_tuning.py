@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.trainer import Trainer
-from evener.trainer.config.instantiate import QUIET
-from evener.trainer.job.tuning import find_batch_size, largest
+from evener.trainer.job.tuning import largest, with_batch_size
 
 
 class Greedy(pl.LightningModule):
@@ -45,15 +44,19 @@ class Numbers(pl.LightningDataModule):
         return DataLoader(TensorDataset(torch.rand(64, 1)), batch_size=self.batch_size, shuffle=True)
 
 
-def trainer(**options: Any) -> Trainer:
-    quiet = {**QUIET, "logger": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", devices=1, strategy="single_device", **quiet, **options)
+def found(limit: int) -> int:
+    """The batch size that takes the place of `auto` for a module with a limit."""
+    data, module = {"_target_": f"{__name__}.Numbers", "batch_size": "auto"}, {"_target_": f"{__name__}.Greedy"}
+    trainer = {"_target_": "evener.trainer.Trainer", "accelerator": "cpu", "devices": 1}
+    strategy = {"_target_": "evener.strategies.SingleDeviceStrategy"}
+    cfg = {"data": data, "module": {**module, "limit": limit}, "trainer": trainer, "strategy": strategy}
+    return with_batch_size(OmegaConf.create(cfg)).data.batch_size
 
 
 @pytest.mark.parametrize("limit", [1, 37, 10**6])
 def test_the_largest_size_is_found_and_confirmed_by_a_run(limit: int) -> None:
     Greedy.tried.clear()
-    size = find_batch_size(lambda: Greedy(limit), Numbers, trainer)
+    size = found(limit)
     assert size == min(limit, 64)
     assert Greedy.tried[-1] == size or Greedy.tried[-1] == 64 % size
     assert len({sizes for sizes in Greedy.tried if sizes > limit}) < 10
@@ -62,7 +65,7 @@ def test_the_largest_size_is_found_and_confirmed_by_a_run(limit: int) -> None:
 def test_the_random_state_is_put_back() -> None:
     torch.manual_seed(1)
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
-    find_batch_size(lambda: Greedy(3), Numbers, trainer)
+    found(3)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
@@ -75,4 +78,4 @@ def test_a_size_that_fits_no_longer_is_made_smaller() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(ConfigError, match="a batch of one sample does not fit into memory"):
-        find_batch_size(lambda: Greedy(0), Numbers, trainer)
+        found(0)

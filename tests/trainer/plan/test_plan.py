@@ -34,8 +34,7 @@ from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._search import DevicePlan, MemoryPlan, Tried
 from evener.trainer.plan._topology import StageMemory, in_flight
-from evener.trainer.plan.plan import is_measured, plan_memory
-from evener.trainer.plan.table import advice, conclusions, measured_lines, size_text
+from evener.trainer.plan.plan import advice, conclusions, is_measured, measured_lines, plan_memory, size_text
 from evener.trainer.study.trial import FAILED, Trial
 
 WEIGHTS = 232
