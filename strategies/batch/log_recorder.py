@@ -67,7 +67,7 @@ class LogRecorder:
         self._calls: list[list[_Call]] = []
         self._running = threading.local()
         self._values, self._programs = Values(), dict[str, Program]()
-        self._constants: set[str] | None = None
+        self._step = "", 0
         self._tapes: dict[int, Tape] = {}
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
@@ -93,7 +93,7 @@ class LogRecorder:
     def recording(self, values: Values, step: str, sizes: Sequence[int], loader: int = 0) -> Generator[None]:
         """Record the calls of one step, of parts of so many samples, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.all_of(step, loader), {}
-        self._constants = values.constants.get((step, loader))
+        self._step = step, loader
         self._calls = [[] for _ in self._modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
         with self._metrics.counting(sizes), received(logs):
@@ -205,18 +205,12 @@ class LogRecorder:
         if any(isinstance(number, (Tensor, float)) for number in given):  # counted, not a constant
             return given, options | {"batch_size": sum(given)}
         if None not in given:
-            if self._is_constant(calls[0].name, own, given):
+            if self._values.reading(*self._step, calls[0].name) == "constant":
                 return own, options
             return given if any(given) else own, options | {"batch_size": sum(given)}
         if len(calls) < sum(size > 0 for size in sizes):  # only some chunks logged it
             options = options | {"batch_size": sum(own)}
         return own, options
-
-    def _is_constant(self, name: str, sizes: Sequence[int], given: Sequence[int]) -> bool:
-        """Whether parts gave one number for the whole batch (`batch_size=self.hparams.batch_size`)."""
-        if self._constants is not None:
-            return name in self._constants
-        return len(set(given)) == 1 and list(given) != list(sizes)
 
     def _same_calls(self) -> list[list[_Call]]:
         """Group the calls that log the same value, in the order of the replicas."""

@@ -244,7 +244,7 @@ class RankStep(StepContract):
         if found.failed and again:
             self._is_verified = False
             return
-        self.reader.values.learn("training_step", 0, found.programs, found.constants)
+        self.reader.values.learn("training_step", 0, found.programs, found.readings)
         if self._module.automatic_optimization:
             self.reader.take(found.plans[0], self._module)
         elif self._verifies and not all(plan.is_of_samples for plan in found.plans):
@@ -356,12 +356,6 @@ class RankStep(StepContract):
     @override
     def restore_gradients(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         self._strategy.sync.restore_gradients(module, gradients)
-
-    def reduce_logged(self, value: Tensor, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce logged values; a mean over ranks weights each by its samples in the current batch."""
-        if self.shares.current is not None and reduce_op in ("mean", "avg"):
-            value = value * self.shares.weight
-        return self._strategy.reduce(value, group, reduce_op)
 
     def end(self) -> None:
         """End the run."""

@@ -56,13 +56,13 @@ def die(module: Faulty) -> None:
 
 
 def log_another_key(module: Faulty) -> None:
-    module.log("another", 1.0, on_step=False, on_epoch=True, sync_dist=True)
+    module.log("another", 7.0, on_step=False, on_epoch=True, sync_dist=True)
 
 
-def _train(fault: Callable[[Faulty], None]) -> float:
+def _train(fault: Callable[[Faulty], None]) -> dict[str, Any]:
     trainer = quiet_trainer(DDPStrategy(timeout_s=TIMEOUT_S), 2, max_epochs=1)
     trainer.fit(Faulty(fault), DataLoader(Numbered(), 2))
-    return 0.0
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def _never_join() -> None:
@@ -77,7 +77,6 @@ FAULTS: dict[Callable[[Faulty], None], str] = {
     fail: r"rank 1 failed with KeyError: 'only rank 1' \(test_ddp_faults.py:\d+, fail\)",
     die: r"rank 1 is gone",
     save: r"rank 1 is at step 2, test_ddp_faults.py:\d+ in save",
-    log_another_key: r"rank 1 logged 'another' with sync_dist=True in training_step, but rank 0 did not",
 }
 
 
@@ -88,6 +87,10 @@ def test_a_rank_that_goes_its_own_way_is_named_by_the_others(fault: Callable[[Fa
     assert "exit code 1" in str(outcome).splitlines()[0], outcome
     with pytest.raises(RankError, match=FAULTS[fault]):
         raise outcome
+
+
+def test_an_epochs_value_that_one_rank_logs_is_the_mean_over_its_samples() -> None:
+    assert [found["another"] for found in run_ranks(_train, 2, log_another_key)] == [7.0, 7.0]
 
 
 def test_a_rank_that_never_joins_is_named() -> None:

@@ -3,16 +3,15 @@
 The memory of the CPU is the process's resident size.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
 from statistics import quantiles
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
-from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
+from ...strategies.distributed.objects import gather_objects
 from ...strategies.registry import name_of, ranks_of
 from .start_up import global_sizes
 from .step_times import SAMPLES_PER_POINT, DDPTimes, gather_peak_memory_mib
@@ -53,9 +52,6 @@ NUM_POINTS = 2
 SLOWER = 1.15
 """Ratio of the slowest rank's lower quartile to every other rank's upper one from which it counts as slower."""
 
-_FITS = itertools.count()
-"""Numbers the runs of this process, so that none reads the entries of another."""
-
 
 class Spread(NamedTuple):
     """Quartiles of a rank's own seconds per step, without waits, since the last log point."""
@@ -84,34 +80,28 @@ def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
 class SlowRank(pl.Callback):
     """Warn once, under plain `ddp`, if a rank is slower than all others at two log points in succession.
 
-    The ranks' times, which torch's DDP samples, pass through the store that all ranks share: one small entry per rank
-    and log point, which rank 0 reads a step later, when all have written. No collective is added, and nobody waits.
+    The times are those that torch's DDP samples; ranks exchange their quartiles at log points.
     """
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
-        self._store: Store | None = None
         self._times: DDPTimes | None = None
         self._own: list[float] = []
         self._points: list[list[Spread]] = []
-        self._num_batches = self._point = self._last_step = 0
-        self._is_due = False
+        self._num_batches = self._last_step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        fit = next(_FITS)
         ranks = ranks_of(trainer.strategy)
-        if ranks is None or trainer.world_size == 1 or name_of(ranks) != "ddp" or ranks.group.coordinator is None:
-            return
-        self._times = DDPTimes.of(trainer)
-        self._store = PrefixStore(f"speed/{fit}", ranks.group.coordinator.root_store)
+        if ranks is not None and trainer.world_size > 1 and name_of(ranks) == "ddp":
+            self._times = DDPTimes.of(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._times is None or self._store is None:
+        if self._times is None:
             return
         self._num_batches += 1
         if self._num_batches % self._times.every == 0 and (seconds := self._times.own_compute_s()) is not None:
@@ -119,34 +109,20 @@ class SlowRank(pl.Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
         if step % interval == 0 and step != self._last_step:
-            self._last_step = step
-            self._publish(self._store, trainer.global_rank)
-        elif self._is_due and trainer.is_global_zero:
-            self._read(self._store, trainer.world_size)
+            own, self._own, self._last_step = self._own[-SAMPLES_PER_POINT:], [], step
+            self._judge(gather_objects(Spread.of(own) if len(own) > 1 else None), trainer.is_global_zero)
 
-    def _publish(self, store: Store, rank: int) -> None:
-        own, self._own = self._own[-SAMPLES_PER_POINT:], []
-        self._point += 1
-        self._is_due = True
-        if len(own) > 1:
-            store.set(str(rank), " ".join(map(repr, (self._point, *Spread.of(own)))))
-
-    def _read(self, store: Store, num_ranks: int) -> None:
-        keys = [str(rank) for rank in range(num_ranks)]
-        self._is_due = False
-        if not store.check(keys):
-            return
-        told = [[float(word) for word in store.get(key).decode().split()] for key in keys]
-        if any(point != self._point for point, *_ in told):
-            self._points = []
-            return
-        self._points = [*self._points, [Spread(*values) for _, *values in told]][-NUM_POINTS:]
+    def _judge(self, spreads: Sequence[Spread | None], is_first: bool) -> None:
+        known = [spread for spread in spreads if spread is not None]
+        self._points = [*self._points, known][-NUM_POINTS:] if len(known) == len(spreads) else []
         rank = slow_rank(self._points) if len(self._points) == NUM_POINTS else None
-        if rank is not None:
-            others = max(spread.middle for other, spread in enumerate(self._points[-1]) if other != rank)
+        if rank is None:
+            return
+        self._times = None
+        if is_first:
+            others = max(spread.middle for other, spread in enumerate(known) if other != rank)
             log.warning(
                 "Rank %d takes %.3g ms for its own part of a step, the others at most %.3g ms, and all wait for it. "
                 "strategy=balanced_ddp gives each rank the share of the global batch that it is fast enough for.",
-                rank, 1000 * self._points[-1][rank].middle, 1000 * others,
+                rank, 1000 * known[rank].middle, 1000 * others,
             )  # fmt: skip
-            self._times = None

@@ -134,7 +134,7 @@ class Sections:
             return
         loop, strategy = self._trainer.fit_loop.epoch_loop, self._trainer.strategy
         if self._trainer.training and loop._results.pending is not None:
-            self._trainer._logger_connector.exchange_early(loop._results)
+            self._trainer._logger_connector.exchange(loop._results, early=True)
         ends = self._calls.now()
         self._survivor.commit(self._record(ends))
         self._calls.ends = ends
@@ -153,7 +153,7 @@ class Sections:
         self._works.clear()
         self._calls.end()
 
-    def _record(self, ends: list[int]) -> bytes:
+    def _record(self, ends: dict[str, int]) -> bytes:
         state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
         record = io.BytesIO()
         pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
@@ -331,7 +331,7 @@ class _LoggerCalls:
         self._trainer = trainer
         self._done: list[Any] = []
         self._due: list[Any] = []
-        self.ends: list[int] = []
+        self.ends: dict[str, int] = {}
         self._is_new = True
         for number, logger in enumerate(trainer.loggers):
             logger.log_metrics = self._once(number, logger.log_metrics)
@@ -349,10 +349,10 @@ class _LoggerCalls:
 
         return once
 
-    def now(self) -> list[int]:
+    def now(self) -> dict[str, int]:
         """Where the files end, with all that was logged."""
         is_new, self._is_new = self._is_new, False
-        return journal.ends(self._trainer.loggers) if is_new and self._trainer.is_global_zero else self.ends
+        return journal.positions(self._trainer) if is_new else self.ends
 
     def keep(self) -> None:
         self._done, self._due = [], []
@@ -360,7 +360,7 @@ class _LoggerCalls:
     def restore(self) -> None:
         self._due, self._is_new = self._done.copy(), True
 
-    def take_over(self, ends: list[int]) -> None:
+    def take_over(self, ends: dict[str, int]) -> None:
         """Continue the files of the first rank from where they ended before the section."""
         journal.go_on(self._trainer.loggers, ends)
         self.keep()

@@ -6,8 +6,7 @@ Rows of CSV files are counted, and removed from a number on; TensorBoard is told
 import csv
 import io
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,7 +18,7 @@ from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from typing_extensions import override
 
 from ...strategies.distributed.store import RankError
-from .tensorboard import TensorBoardLogger
+from .tensorboard import TensorBoardLogger, event_files
 
 
 class MetricsFile(ExperimentWriter):
@@ -160,11 +159,22 @@ def refresh_files(loggers: list[Any], trained: bool) -> None:
 
 
 def positions(trainer: pl.Trainer) -> dict[str, int]:
-    """Write all logged rows to the disk and return their number by file; empty on ranks other than 0."""
-    files = _files(trainer.loggers if trainer.is_global_zero else [])
-    for file in files:
-        file.save()
-    return {os.path.abspath(file.metrics_file_path): file.num_rows for file in files}
+    """Write all that was logged to the disk, and say where each file ends; empty on ranks other than 0.
+
+    Returns:
+        Rows of CSV files, bytes of event files, by path.
+    """
+    found: dict[str, int] = {}
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        if isinstance(logger, TensorBoardLogger):
+            writer: Any = logger.experiment
+            writer.flush()
+            path = writer._get_file_writer().event_writer._file_name
+            found[os.path.abspath(path)] = os.path.getsize(path)
+        for file in _files([logger]):
+            file.save()
+            found[os.path.abspath(file.metrics_file_path)] = file.num_rows
+    return found
 
 
 def cut_back(trainer: pl.Trainer, counted: Mapping[str, int]) -> None:
@@ -182,40 +192,25 @@ def cut_back(trainer: pl.Trainer, counted: Mapping[str, int]) -> None:
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for log in (logger for logger in loggers if isinstance(logger, pl_loggers.TensorBoardLogger)):
         writer: Any = log.experiment
-        several = len(list(Path(log.log_dir).glob("events.out.tfevents.*"))) > 1
+        several = len(event_files(log.log_dir)) > 1
         if several or getattr(writer, "continues", False):
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
 
 
-def ends(loggers: list[Any]) -> list[int]:
-    """Write all that was logged to the disk, and say where files end: rows of one, bytes of an event file, else 0."""
-    found: list[int] = []
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            writer: Any = logger.experiment
-            writer.flush()
-            found.append(os.path.getsize(writer._get_file_writer().event_writer._file_name))
-        else:
-            file = getattr(logger, "_experiment", None)
-            if isinstance(file, MetricsFile):
-                file.save()
-            found.append(file.num_rows if isinstance(file, MetricsFile) else 0)
-    return found
-
-
-def go_on(loggers: list[Any], at: Sequence[int]) -> None:
-    """Continue the files of a process that has died, where they ended.
+def go_on(loggers: list[Any], at: Mapping[str, int]) -> None:
+    """Continue the files of a process that has died, where they ended by its `positions`.
 
     Raises:
         RankError: a logger has no such file.
     """
-    for logger, end in zip(loggers, at, strict=True):
+    for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            os.truncate(sorted(Path(logger.log_dir).glob("events.out.tfevents.*"))[-1], end)
+            path = os.path.abspath(event_files(logger.log_dir)[-1])
+            os.truncate(path, at[path])
         elif isinstance(logger, pl_loggers.CSVLogger):
             logger._experiment = file = MetricsFile(logger.log_dir, keep=True)
-            file.keep_rows(end)
+            file.keep_rows(at[os.path.abspath(file.metrics_file_path)])
         else:
             raise RankError(f"{type(logger).__name__} can't be continued by another process.")
 

@@ -155,6 +155,11 @@ def mark_differing(experiment: Any, differing: Collection[str]) -> None:
         value.metadata.plugin_data.content = data.SerializeToString()
 
 
+def event_files(folder: str) -> list[Path]:
+    """The event files in a folder, in the order in which TensorBoard reads them."""
+    return sorted(Path(folder).glob("events.out.tfevents.*"))
+
+
 class ContinuingWriter(SummaryWriter):
     """torch's writer, which continues the newest event file of its directory, if there is one.
 
@@ -166,7 +171,7 @@ class ContinuingWriter(SummaryWriter):
 
     @override
     def _get_file_writer(self) -> Any:
-        earlier = sorted(Path(self.log_dir).glob("events.out.tfevents.*"))  # as TensorBoard reads them
+        earlier = event_files(self.log_dir)
         if earlier and not vars(self).get("file_writer"):
             self.file_writer = FileWriter.__new__(FileWriter)
             self.file_writer.event_writer = _Appending(earlier[-1], self.max_queue, self.flush_secs)

@@ -55,34 +55,32 @@ class LeanLoggerConnector(_LoggerConnector):
             self.settle()
             results.dataloader_idx = dataloader_idx
         results.flush()  # of an interrupted step
-        results.pending = [] if results.trainer.world_size > 1 else None
-        ranks = results.ranks
+        ranks, results.pending = results.ranks, None
         if ranks is not None:
+            results.pending = []
+            self._exchange.begin_batch()
             share = results.share = ranks.contract.shares.current
             log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
             if isinstance(log, ModuleLog):  # what hooks log has no weight either, as in a step without samples
                 log.receiver, self._weightless = log.without_weight, log
         self.batch_results = results
-        self._exchange.has_ended = False
         results.batch = batch
         results.batch_size = None
 
     def enters(self, fx: str) -> bool:
-        """Learn which hook logs, unless it is one whose values Lightning would reset by its own check of the call."""
-        if self._current_fx != fx:
-            if self._first_loop_iter is not False:
-                return False
-            self._current_fx = fx
+        """Learn that another hook logs, unless Lightning would reset its values by its own check of the call."""
+        if self._first_loop_iter is not False:
+            return False
+        self._current_fx = fx
         return True
 
-    def exchange(self, results: LeanResults) -> None:
-        """Bring the values that this rank logged in the training batch to what they are for the global batch."""
-        self._exchange.end_step(results)
+    def exchange(self, results: LeanResults, early: bool = False) -> None:
+        """Bring the values that this rank logged in the training batch to what they are for the global batch.
 
-    def exchange_early(self, results: LeanResults) -> None:
-        """As `exchange`, before the batch's optimizer step; what hooks log later is not a sum over the batch."""
+        What hooks log after an `early` exchange, before the batch's optimizer step, is not a sum over the batch.
+        """
         self._exchange.end_step(results)
-        self._exchange.has_ended = True
+        self._exchange.has_ended |= early
 
     def finish_batch(self, results: LeanResults) -> None:
         """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
@@ -158,7 +156,7 @@ class LeanLoggerConnector(_LoggerConnector):
             logged = {results.shown_name(series, True) for series in steps if series.meta.logger}
             shown = {results.shown_name(series, True) for series in steps if series.meta.prog_bar}
             self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
-            self._progress_bar_metrics.update({name: float(values[name]) for name in values if name in shown})
+            self._progress_bar_metrics.update({name: values[name] for name in values if name in shown})
 
     @override
     def reset_results(self) -> None:

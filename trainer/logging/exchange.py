@@ -2,16 +2,14 @@
 
 | what is exchanged | when |
 |---|---|
-| step values with `sync_dist=True`: all keys together, one collective per operation | end of a training step |
-| values that follow from sums over the batch (batch/exact/values.py) | training step; evaluation: epoch |
+| step values with `sync_dist=True`, all keys together | end of a training step |
+| values that follow from sums over the batch (batch/exact/values.py) | with these; in evaluation at the epoch's end |
 | step values of metrics; all step values, if a rank had no samples | end of such a training step |
 | step values of evaluation, where ranks may have unequal numbers of batches | end of the epoch |
 | sums of the epoch, with one collective for all keys; metrics exchange their own states | end of the epoch |
 """
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -21,31 +19,16 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from ...strategies.batch.exact.values import Values, combined
+from ...strategies.batch.exact.values import Programs, Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
 from ...strategies.data.loaders import positions
 from ...strategies.data.sampling import Share
-from ...strategies.distributed.metrics.steps import MetricSteps, Sent
+from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.distributed.objects import gather_objects, gather_rows
-from ...strategies.distributed.store import RankError
 from ...strategies.sharding.whole import map_tensors
-from .results import LeanResults, Logged
-from .series import Entry, Series, Sums, combine
-
-
-@dataclass
-class StepValue:
-    """The value that one rank logged under one name in one step of evaluation.
-
-    Args:
-        sums: of this value alone; its tensors are numbers once it is sent.
-        metric: instead, the name of a metric in the module, and its states for this rank's samples.
-    """
-
-    sums: Sums
-    dtype: torch.dtype = torch.float32
-    metric: tuple[str, list[Sent]] | None = None
+from .results import LeanResults, Logged, step_of
+from .series import START, Entry, Series, Sums, combine
 
 
 class _Waiting(NamedTuple):
@@ -57,9 +40,12 @@ class _Waiting(NamedTuple):
     share: Share | None
 
 
-Kept = dict[str, StepValue | tuple[Logged, Share | None]]
-Step = tuple[int, int, dict[str, StepValue]]
-"""Index of the global batch in the epoch, step for the loggers, and values by name."""
+Kept = dict[str, Sums | tuple[Logged, Share | None]]
+Step = tuple[int, int, dict[str, Sums]]
+"""Index of the global batch in the epoch, step for the loggers, and the sums of this rank's values by name.
+
+A metric's have the kind `metric`, and its name in the module with its states for this rank's samples as the value.
+"""
 
 
 class Exchange:
@@ -73,30 +59,50 @@ class Exchange:
         self._told: set[str] = set()
         self.has_ended = False
         """Whether ranks have exchanged what the training step in process has logged."""
+        self._has_sums = True
+
+    def begin_batch(self) -> None:
+        """Begin a batch, of which nothing is exchanged yet."""
+        self.has_ended, self._has_sums = False, True
 
     def end_step(self, results: LeanResults) -> None:
         """Bring the values that this rank logged in a training batch to what they are for the global batch."""
-        ranks, share = results.ranks, results.share
-        if ranks is not None and not self.has_ended:
-            self._exchange_sums(results)
+        if results.ranks is None:  # this rank has gone on alone within the batch
+            results.flush()
+            return
+        values, share = _values(results), results.share
+        programs = values.of("training_step") if self._has_sums and not self.has_ended else {}
+        self._has_sums = False
+        last = {id(one.series): one for one in results.pending or () if one.series.shared}.values()
+        groups = [*([None] if programs else []), *(one.series.meta.sync.group for one in last)]
+        for group in dict.fromkeys(groups):
+            shared = [one for one in last if one.series.meta.sync.group is group]
+            self._exchange_together(results, shared, programs if group is None else {}, group)
         logged = results.flush()
-        shared = {id(one.series): one.series for one in logged if one.series.shared}
-        if shared:
-            _reduce_together(
-                shared.values(), self._trainer.strategy.reduce if ranks is None else ranks.contract.reduce_logged
-            )
         if share is not None and share.some_empty and not self.has_ended:
             _fill_empty(results, logged, share.num)
         if logged and results.shares_steps:
             _share_step_values(results.metric_steps, logged)
 
-    def _exchange_sums(self, results: LeanResults) -> None:
+    def _exchange_together(self, results: LeanResults, shared: list[Logged], programs: Programs, group: Any) -> None:
+        """Exchange step values, and what programs need, by one collective.
+
+        Every rank must have logged the same keys in the same order, as in Lightning. Nothing depends on what this rank
+        holds: a value's dtype or device may be another on other ranks.
+        """
         values, device = _values(results), self._trainer.strategy.root_device
-        if programs := values.of("training_step"):
-            found = combined(programs, gather_rows(values.packed(programs, device)))
-            last = {one.series.meta.name: one for one in _found(results.pending or [], values, "training_step")}
-            for name, logged in last.items():
-                _replace(logged, found[name], is_last=True)
+        packed = [values.packed(programs, device)] if programs else []
+        for one in shared:
+            pair = (one.series.last, results.step_weight(one))
+            packed += [torch.as_tensor(part).to(device, precise_dtype(device)).reshape(1) for part in pair]
+        rows = gather_rows(torch.cat(packed), group)
+        size = rows.shape[1] - 2 * len(shared)
+        for i, one in enumerate(shared):
+            one.series.last = _over_ranks(one.series.kind, *rows[:, size + 2 * i :].T[:2]).to(one.series.last)
+        found = combined(programs, rows[:, :size])
+        last = {one.series.meta.name: one for one in _found(results.pending or [], values, "training_step")}
+        for name in found.keys() & last.keys():
+            _replace(last[name], found[name], is_last=True)
 
     def end_evaluated(self, results: LeanResults) -> None:
         """Keep what was logged in a batch of evaluation until the epoch ends, as far as it depends on other ranks."""
@@ -121,12 +127,11 @@ class Exchange:
             if series.on_step and (series.meta.logger or series.meta.prog_bar):
                 value, name = series.step_value(), results.shown_name(series, True)
                 if steps is not None and _has_step_value(series, steps):
-                    attribute = series.meta.metric_attribute or ""
-                    kept[name] = StepValue(Sums("own", 0.0), metric=(attribute, steps.states(series.value)))
+                    kept[name] = Sums("metric", (series.meta.metric_attribute or "", steps.states(series.value)))
                 elif series.shared and id(series) in self._last:
                     kept[name] = self._last[id(series)]
                 elif isinstance(value, Tensor):
-                    kept[name] = StepValue(Sums("own", value), value.dtype)
+                    kept[name] = Sums("own", value)
         self._steps.append((self._index(results.dataloader_idx or 0, len(self._steps)), step, kept))
 
     def _index(self, loader: int, count: int) -> int:
@@ -139,7 +144,7 @@ class Exchange:
     def _step_name(self) -> str:
         return "test_step" if self._trainer.testing else "validation_step"
 
-    def end_epoch(self, results: LeanResults) -> list[tuple[int, dict[str, Tensor]]]:
+    def end_epoch(self, results: LeanResults) -> list[tuple[int, dict[str, Any]]]:
         """Compute the epoch's values over all ranks; every rank must call it.
 
         A rank without batches takes part with zero weight and receives the values too, since callbacks act on them.
@@ -149,7 +154,6 @@ class Exchange:
             that waited for the end of the epoch by name, in order.
 
         Raises:
-            RankError: ranks logged different keys with `sync_dist=True`; the message names rank and key.
             ConfigError: the sanity check shows that ranks disagree on a value of an epoch's hook.
         """
         if results.ranks is None:
@@ -159,12 +163,13 @@ class Exchange:
         own = {key: series for key, series in results.current() if series.on_epoch and series.computed is None}
         own = {key: series for key, series in own.items() if not series.meta.sync.rank_zero_only}
         described = {key: series.entry() for key, series in own.items()}
-        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps()))
-        told: list[dict[str, Entry]] = [keys for keys, _ in gathered]
-        _verify_keys(told)
-        self._verify_hook_values(told)
-        for key in dict.fromkeys(key for entries in told for key in entries):
-            entries = [entries[key] for entries in told if key in entries]
+        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results)))
+        told: dict[str, list[Entry]] = {}
+        for entries, _ in gathered:
+            for key, entry in entries.items():
+                told.setdefault(key, []).append(entry)
+        for key, entries in told.items():
+            self._verify_hook_value(key, entries)
             series = own.get(key) or self._stand_in(results, key, entries[0])
             if series.is_tensor:
                 value, like = combine([Sums(**entry["sums"]) for entry in entries]).result(), series.sums.value
@@ -192,33 +197,21 @@ class Exchange:
             results.flush()
         results.share, results.pending = share, None
 
-    def _take_steps(self) -> list[Step]:
+    def _take_steps(self, results: LeanResults) -> list[Step]:
         """Return all steps kept so far, to be sent, and clear them."""
         steps, self._steps, self._last = self._steps, [], {}
-        return [(index, step, {name: self._sent(kept[name]) for name in kept}) for index, step, kept in steps]
-
-    def _sent(self, value: StepValue | tuple[Logged, Share | None]) -> StepValue:
-        if isinstance(value, StepValue):
-            value.sums.value = float(value.sums.value)
-            return value
-        logged, share = value
-        assert logged.copy is not None
-        sums = Sums(logged.series.kind, number := float(logged.copy))
-        if sums.kind == "mean":
-            sums.value = 0.0
-            sums.count(number, logged.size, logged.given, share, None, self._trainer.world_size)
-        return StepValue(sums, logged.copy.dtype)
+        return [(index, step, {name: _sent(kept[name], results) for name in kept}) for index, step, kept in steps]
 
     @staticmethod
-    def _combined_steps(ranks: list[list[Step]], results: LeanResults) -> list[tuple[int, dict[str, Tensor]]]:
+    def _combined_steps(ranks: list[list[Step]], results: LeanResults) -> list[tuple[int, dict[str, Any]]]:
         numbers = {index: step for index, step, _ in ranks[0]}
-        combined_steps: list[tuple[int, dict[str, Tensor]]] = []
+        combined_steps: list[tuple[int, dict[str, Any]]] = []
         for index in sorted({index for steps in ranks for index, _, _ in steps}):
             step = numbers.get(index, combined_steps[-1][0] + 1 if combined_steps else 0)
             parts = [kept for steps in ranks for other, _, kept in steps if other == index]
             names = dict.fromkeys(name for kept in parts for name in kept)
             by_name = {name: [kept[name] for kept in parts if name in kept] for name in names}
-            combined_steps.append((step, {name: _over_ranks(values, results) for name, values in by_name.items()}))
+            combined_steps.append((step, {name: _shown(values, results) for name, values in by_name.items()}))
         return combined_steps
 
     def _stand_in(self, results: LeanResults, key: str, entry: Entry) -> Series:
@@ -229,7 +222,7 @@ class Exchange:
         series = results[key] = Series.of(entry, _Sync(), value)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
         return series
 
-    def _verify_hook_values(self, told: Sequence[dict[str, Entry]]) -> None:
+    def _verify_hook_value(self, key: str, entries: Sequence[Entry]) -> None:
         """Refuse, or warn once training has begun, if ranks disagree on a value that an epoch's hook computed.
 
             def on_train_epoch_end(self):
@@ -237,23 +230,24 @@ class Exchange:
 
         No one but the module knows what it is a mean of, so that such values can't be combined.
         """
-        for key in dict.fromkeys(key for entries in told for key in entries):
-            entries = [entries[key] for entries in told if key in entries]
-            if not _is_hooks_mean(entries[0]) or _agree(entries):
-                continue
-            meta = entries[0]["meta"]
-            values = " and ".join(f"{entry['sums']['value']:.6g}" for entry in entries[:3])
-            message = (
-                f"self.log({meta['name']!r}) in {meta['fx']}: the value is another one on each rank ({values}), so the "
-                "mean over ranks is not one device's. Log it in the step, or pass sync_dist=True and "
-                "batch_size=<number of this rank's samples that it is a mean of>, or rank_zero_only=True for rank 0's "
-                "own value."
-            )
-            if self._trainer.sanity_checking:
-                raise ConfigError(message)
-            if key not in self._told:
-                self._told.add(key)
-                rank_zero_warn(message)
+        meta, sums = entries[0]["meta"], entries[0]["sums"]
+        outside = meta["fx"].endswith(("_start", "_end")) and "batch" not in meta["fx"]
+        once = sums is not None and sums["kind"] == "mean" and sums["weight"] == 1  # without a `batch_size`
+        if not (outside and once) or entries[0]["sync"]["_should"]:
+            return
+        values = torch.tensor([entry["sums"]["value"] for entry in entries], dtype=torch.float64)
+        if key in self._told or values.isclose(values[0], 1e-6, 1e-12, equal_nan=True).all():
+            return
+        message = (
+            f"self.log({meta['name']!r}) in {meta['fx']}: the value is another one on each rank "
+            f"({' and '.join(f'{value:.6g}' for value in values[:3].tolist())}), so the mean over ranks is not one "
+            "device's. Log it in the step, or pass sync_dist=True and batch_size=<number of this rank's samples that "
+            "it is a mean of>, or rank_zero_only=True for rank 0's own value."
+        )
+        if self._trainer.sanity_checking:
+            raise ConfigError(message)
+        self._told.add(key)
+        rank_zero_warn(message)
 
 
 def _values(results: LeanResults) -> Values:
@@ -267,7 +261,7 @@ def _found(logged: list[Logged], values: Values, step: str) -> list[Logged]:
     return [
         one
         for one in logged
-        if one.series.meta.fx == step and one.series.meta.name in names and one.series.kind == "mean"
+        if step_of(one.series.meta)[0] == step and one.series.meta.name in names and one.series.kind == "mean"
     ]
 
 
@@ -275,25 +269,17 @@ def _replace(logged: Logged, value: Tensor, is_last: bool) -> None:
     """Replace a logged value, unless it is nan, where it has no other."""
     if logged.copy is not None:
         value = value.to(logged.copy)
-        logged.replace(torch.where(value.isnan(), logged.copy, value), is_last)
+        logged.copy = torch.where(value.isnan(), logged.copy, value)
+        if is_last:
+            logged.series.last = logged.copy
 
 
-def _reduce_together(shared: Iterable[Series], reduce: Any) -> None:
-    """Reduce step values, with one collective for all that share operation and group.
-
-    Every rank must have logged the same keys in the same order, as in Lightning. Which collectives there are must not
-    depend on what this rank holds: a value's dtype or device may be another on other ranks.
-    """
-    kinds: dict[tuple[Any, ...], list[Series]] = {}
-    for series in shared:
-        kinds.setdefault((series.meta.sync.op, series.meta.sync.group), []).append(series)
-    for (reduce_op, group), alike in kinds.items():
-        values = [series.last for series in alike]
-        device = next((value.device for value in values if value.device.type != "cpu"), values[0].device)
-        dtype = precise_dtype(device)
-        reduced = reduce(torch.stack([value.to(device, dtype) for value in values]), group=group, reduce_op=reduce_op)
-        for series, value, result in zip(alike, values, reduced, strict=True):
-            series.last = result.to(value)
+def _over_ranks(kind: str, values: Tensor, weights: Tensor) -> Tensor:
+    """Combine the values of ranks; one of weight 0 has no samples."""
+    if kind == "mean":
+        return torch.where(weights > 0, values * weights, 0.0).sum() / weights.sum()
+    values = values.where(weights > 0, START[kind])
+    return values.sum() if kind == "sum" else values.amax() if kind == "max" else values.amin()
 
 
 def _fill_empty(results: LeanResults, logged: list[Logged], num: float) -> None:
@@ -330,41 +316,21 @@ def _share_step_values(steps: MetricSteps | None, logged: Sequence[Logged]) -> N
         series.last = steps.value(series.value, [states[i] for states in gathered])
 
 
-def _over_ranks(values: list[StepValue], results: LeanResults) -> Tensor:
+def _sent(value: Sums | tuple[Logged, Share | None], results: LeanResults) -> Sums:
+    """The sums of one value, as numbers."""
+    if isinstance(value, Sums):
+        return value if value.kind == "metric" else Sums(value.kind, float(value.value))
+    logged, share = value
+    assert logged.copy is not None
+    weight = float(results.weight(logged, share, None)) if logged.series.kind == "mean" else 1
+    return Sums(logged.series.kind, float(logged.copy) * weight, weight)
+
+
+def _shown(values: list[Sums], results: LeanResults) -> float:
     """Combine the values that the ranks logged under a name."""
-    first, steps = values[0], results.metric_steps
-    if first.metric is None or steps is None:
-        return torch.tensor(combine([value.sums for value in values]).result(), dtype=first.dtype)
-    metric = results.trainer.lightning_module.get_submodule(first.metric[0])
+    steps = results.metric_steps
+    if values[0].kind != "metric" or steps is None:
+        return combine(values).result()
+    metric = results.trainer.lightning_module.get_submodule(values[0].value[0])
     assert isinstance(metric, Metric)
-    return torch.as_tensor(steps.value(metric, [value.metric[1] for value in values if value.metric is not None]))
-
-
-def _verify_keys(told: list[dict[str, Entry]]) -> None:
-    entries = [(rank, key, entry) for rank, part in enumerate(told) for key, entry in part.items()]
-    asked = {key: (rank, entry["meta"]) for rank, key, entry in entries if entry["sync"]["_should"]}
-    for rank, part in enumerate(told):
-        hooks = {entry["meta"]["fx"] for entry in part.values()}
-        for key, (other, meta) in asked.items():
-            if key not in part and meta["fx"] in hooks:
-                names = ", ".join(sorted(entry["meta"]["name"] for entry in part.values()))
-                raise RankError(
-                    f"rank {other} logged {meta['name']!r} with sync_dist=True in {meta['fx']}, but rank {rank} did "
-                    f"not (it logged {names}). Log the same keys on all ranks, or omit sync_dist."
-                )
-
-
-def _is_hooks_mean(entry: Entry) -> bool:
-    """Whether a value was logged once, as a mean, without `sync_dist` or `batch_size`, outside of any batch."""
-    hook: str = entry["meta"]["fx"]
-    outside = hook.endswith(("_start", "_end")) and "batch" not in hook
-    once = entry["reduce_fx"] == "mean" and entry["sums"]["weight"] == 1
-    return outside and once and not entry["sync"]["_should"]
-
-
-def _agree(entries: Sequence[Entry]) -> bool:
-    first, *others = (entry["sums"]["value"] for entry in entries)
-    return all(
-        math.isclose(value, first, rel_tol=1e-6, abs_tol=1e-12) or (math.isnan(value) and math.isnan(first))
-        for value in others
-    )
+    return float(steps.value(metric, [value.value[1] for value in values]))

@@ -45,11 +45,10 @@ class Logged:
     size: Any
     given: bool
 
-    def replace(self, value: Tensor, is_last: bool) -> None:
-        """Replace the value, also as the step's if it is the last one of its series."""
-        self.copy = value
-        if is_last:
-            self.series.last = value
+
+def step_of(meta: _Metadata) -> tuple[str, int]:
+    """The step that logs a key, and the index of its loader."""
+    return meta.fx.partition(".")[0], meta.dataloader_idx or 0
 
 
 class LeanResults(_ResultCollection):
@@ -61,7 +60,7 @@ class LeanResults(_ResultCollection):
     Attributes:
         quick: the series whose further values need none of Lightning's checks, by (hook, name, index of the loader).
         share: this rank's part of the batch in process; None if all ranks count the same.
-        pending: what this rank has logged in the batch in process; None in one process, and outside of batches.
+        pending: what this rank has logged in the batch in process; None outside of one, and where ranks share none.
         logs_steps: whether a value was logged by step.
         waits_for_epoch: whether evaluation logged one with `sync_dist=True`, which is exchanged when the epoch ends.
         shares_steps: whether a step value of a metric was logged with `sync_dist=True`.
@@ -172,20 +171,53 @@ class LeanResults(_ResultCollection):
         taken = self.pending or []
         if not taken:
             return []
-        self.pending, share, num_ranks = [], self.share, self.trainer.world_size
-        weighed = self.ranks.contract.shares.weighed_losses if self.training and self.ranks is not None else ()
-        last = {id(logged.series): logged for logged in taken}
+        self.pending = []
         for logged in taken:
-            series, copy = logged.series, logged.copy
-            if copy is None:
-                continue
-            is_mean, is_last = series.kind == "mean", logged is last[id(series)]
-            scale = next((s for own, s in weighed if is_mean and any(is_loss(logged.value, x) for x in own)), None)
-            series.count(copy, logged.size, logged.given, share, scale, num_ranks)
-            if scale is not None and series.shared and is_last and (logged.size if share is None else share.num):
-                by_samples = 1.0 if share is None else num_ranks * share.num / share.total
-                series.last = copy * (scale / by_samples).to(copy.dtype)
+            if logged.copy is not None:
+                logged.series.count(logged.copy, self.weight(logged, self.share, self._scale(logged)))
         return taken
+
+    def _scale(self, logged: Logged) -> Tensor | None:
+        """This rank's fraction of the weight of the global batch times the number of ranks.
+
+        None unless the value is the training step's loss and has another weight than samples.
+        """
+        weighed = self.ranks.contract.shares.weighed_losses if self.training and self.ranks is not None else ()
+        if not weighed or logged.series.kind != "mean":
+            return None
+        return next((scale for own, scale in weighed if any(is_loss(logged.value, one) for one in own)), None)
+
+    def step_weight(self, logged: Logged) -> Any:
+        """The weight of a value among those that ranks have logged in the batch; 0 on a rank without samples."""
+        scale, share = self._scale(logged), self.share
+        return (1 if share is None else share.num) if scale is None else scale
+
+    def weight(self, logged: Logged, share: Share | None, scale: Tensor | None) -> Any:
+        """The weight of a value in a mean over batches and ranks.
+
+            samples     no `batch_size` was given, or this part's own number of samples
+            constant    one number for the global batch: each part has its fraction of it
+            given       other numbers, such as that of the valid labels that the loss is a mean over
+
+        The verifier knows which it is; of what hooks log, and of streams, a part's own number of samples is known.
+
+        Args:
+            share: this rank's part of the batch; None if all ranks count the same.
+            scale: see `_scale`.
+        """
+        size, samples, num_ranks = logged.size, logged.size, self.trainer.world_size
+        if scale is not None:
+            samples = scale * (size if share is None else share.total / num_ranks)
+        if not logged.given or (share is None and isinstance(size, int)):
+            return samples
+        if share is None or not isinstance(size, int):  # counted, perhaps on the device
+            return size
+        assert self.ranks is not None
+        meta = logged.series.meta
+        reading = self.ranks.contract.reader.values.reading(*step_of(meta), meta.name)
+        if reading == "constant":
+            return size * (share.num / share.total if scale is None else scale / num_ranks)
+        return samples if reading == "samples" and size == share.num else size
 
     def _count_samples(self) -> int:
         if self.batch_size is None and self.batch is not None:
@@ -212,8 +244,8 @@ class LeanResults(_ResultCollection):
         return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)
 
     def _reduces_at_once(self, series: Series) -> bool:
-        """Whether a step's value is reduced where it is logged: in evaluation under Lightning's own strategies."""
-        return series.shared and not self.training and self.ranks is None and self.trainer.world_size > 1
+        """Whether a step's value is reduced where it is logged: under Lightning's own strategies."""
+        return series.shared and self.ranks is None and self.trainer.world_size > 1
 
     def allow_quick(self, fx: str, series: Series, options: tuple[Any, ...]) -> None:
         """Let further values with the same arguments from the same hook go to a series without Lightning's checks."""

@@ -1,15 +1,7 @@
-"""Accumulate what `self.log` stores under one key, and combine what several ranks have accumulated.
-
-A mean over ranks weights each value by one of three readings, which the ranks choose together:
-
-    samples     no `batch_size` was given, or always the part's own number of samples: by these, or by the `loss_weight`
-                of the step if the value is its loss
-    constant    one whole number was given by all, for the global batch: each part has its fraction of it
-    given       other numbers, such as that of the valid labels that the loss is a mean over
-"""
+"""Accumulate what `self.log` stores under one key, and combine what several ranks have accumulated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, nan
 from typing import Any, TypeAlias, cast
 
@@ -19,7 +11,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.core.devices import scalar
-from ...strategies.data.sampling import Share
 from ...strategies.sharding.whole import map_tensors
 
 Entry: TypeAlias = dict[str, Any]
@@ -29,10 +20,9 @@ _KEPT = (torch.float32, torch.float64)
 _EXACT = 2**24
 """Up to here whole numbers are exact in float32."""
 
-_START = {"mean": 0.0, "sum": 0.0, "max": -inf, "min": inf}
+START = {"mean": 0.0, "sum": 0.0, "max": -inf, "min": inf}
 _OVER_PARTS: dict[str, Callable[[Any], Any]] = {"mean": sum, "sum": sum, "max": max, "min": min}
 _WITH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.max, "min": torch.min}
-_ADDED = ("value", "weight", "constant_value", "constant_weight", "more_value", "more_weight")
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
@@ -45,91 +35,24 @@ class Sums:
 
     Args:
         kind: `mean`, `sum`, `max`, `min`, or `own` for a value of rank 0 that is not combined.
-        value: sum of the values, for a mean weighted as given, or by samples; or the largest or smallest.
-        weight: sum of these weights.
-        constant_value: the same sum, if what was given is a constant for the whole batch.
-        more_value: what is to be added to `value` if what was given are the numbers of samples.
-        smallest: smallest number given that may be a constant; -inf if there was one that can't be.
-        own: whether each number given was that of the part's samples.
+        value: the sum of the values, for a mean each times its weight; or the largest or smallest.
+        weight: the sum of the weights.
     """
 
     kind: str
     value: Any
     weight: Any = 0
-    constant_value: Any = 0.0
-    constant_weight: Any = 0.0
-    more_value: Any = 0.0
-    more_weight: Any = 0.0
-    smallest: float = inf
-    largest: float = -inf
-    own: bool = True
-
-    def count(
-        self, value: Any, size: Any, given: bool, share: Share | None, scale: Tensor | None, num_ranks: int
-    ) -> None:
-        """Add a value to a mean of what several ranks log.
-
-        Args:
-            size: its weight on this rank, samples or what was given.
-            share: this rank's part of the batch; None if all ranks count the same.
-            scale: this rank's fraction of the weight of the global batch times the number of ranks, if the value is the
-                loss and has another weight than samples.
-        """
-        samples = size
-        if scale is not None:
-            samples = scale * (size if share is None else share.total / num_ranks)
-        weight = size if given and (share is not None or not isinstance(size, int)) else samples
-        self.value = self.value + _times(value, weight)
-        self.weight = self.weight + weight
-        if given and share is not None:
-            self._note(value, size, share, scale, num_ranks)
-        elif not isinstance(size, int) or size:
-            self.smallest, self.largest = -inf, inf
-
-    def _note(self, value: Any, given: Any, share: Share, scale: Tensor | None, num_ranks: int) -> None:
-        """Add a value that was logged with `batch_size` as the other readings have it."""
-        if not share.num:
-            return
-        self.own = self.own and isinstance(given, int) and given == share.num
-        if self.own and scale is not None:
-            more = scale * (share.total / num_ranks) - given
-            self.more_value = self.more_value + _times(value, more)
-            self.more_weight = self.more_weight + more
-        if not isinstance(given, int):  # counted, perhaps on the device, where reading it would wait
-            self.smallest, self.largest = -inf, inf
-            return
-        self.smallest, self.largest = min(self.smallest, given), max(self.largest, given)
-        weight = given * (share.num / share.total if scale is None else scale / num_ranks)
-        self.constant_value = self.constant_value + _times(value, weight)
-        self.constant_weight = self.constant_weight + weight
-
-    def chosen(self) -> "Sums":
-        """The sums as the numbers given are read."""
-        if self.smallest == self.largest and not self.own:
-            return Sums(self.kind, self.constant_value, self.constant_weight)
-        if self.own and self.kind == "mean":
-            return Sums(self.kind, self.value + self.more_value, self.weight + self.more_weight)
-        return Sums(self.kind, self.value, self.weight)
 
     def result(self) -> float:
         """The value of the key, nan for a mean of nothing."""
-        sums = self.chosen()
         if self.kind != "mean":
-            return sums.value
-        return sums.value / sums.weight if sums.weight else nan
+            return self.value
+        return self.value / self.weight if self.weight else nan
 
     def divided(self, num_ranks: int) -> "Sums":
         """What each of several ranks has to hold for all of them to have these sums."""
-        if num_ranks == 1 or self.kind in ("max", "min"):
-            return self.chosen()
-        whole = self
-        if self.smallest > self.largest:  # of one device: what the ranks give from here on decides
-            whole = replace(self.chosen(), constant_value=self.value, constant_weight=self.weight)
-        return replace(whole, **{name: getattr(whole, name) / num_ranks for name in _ADDED})
-
-
-def _times(value: Any, weight: Any) -> Tensor:
-    return value * (weight.to(value.device, value.dtype) if isinstance(weight, Tensor) else weight)
+        parts = 1 if self.kind in ("max", "min") else num_ranks
+        return Sums(self.kind, self.value / parts, self.weight / parts)
 
 
 def combine(parts: Sequence[Sums]) -> Sums:
@@ -137,12 +60,7 @@ def combine(parts: Sequence[Sums]) -> Sums:
     kind = parts[0].kind
     if kind == "own":
         return parts[0]
-    added = {name: sum(getattr(part, name) for part in parts) for name in _ADDED}
-    return Sums(
-        kind, **{**added, "value": _OVER_PARTS[kind](part.value for part in parts)},
-        smallest=min(part.smallest for part in parts), largest=max(part.largest for part in parts),
-        own=all(part.own for part in parts),
-    )  # fmt: skip
+    return Sums(kind, _OVER_PARTS[kind](part.value for part in parts), sum(part.weight for part in parts))
 
 
 class Series:
@@ -174,7 +92,7 @@ class Series:
         self.last: Any = None
         self.computed: Any = None
         self._dtype = torch.float32
-        self.sums = Sums(self.kind, scalar(_START[self.kind], self.device, default_dtype()))
+        self.sums = Sums(self.kind, scalar(START[self.kind], self.device, default_dtype()))
 
     @property
     def cumulated_batch_size(self) -> Any:
@@ -225,28 +143,22 @@ class Series:
 
     def _accumulate(self, copy: Tensor, size: Any) -> None:
         sums = self.sums
-        if self.kind == "mean":
-            if type(size) is not int or size > _EXACT:
-                sums.value = sums.value + copy * size
-            else:  # kept on the device, since a product with a number takes twice as long
-                if size != self._size:
-                    self._size, self._weight = size, scalar(size, self.device, torch.float32)
-                sums.value = sums.value + copy * self._weight
-            sums.weight = sums.weight + size
-        else:
+        if self.kind != "mean":
             sums.value = _WITH[self.kind](sums.value, copy)
-
-    def count(
-        self, copy: Tensor, size: Any, given: bool, share: Share | None, scale: Tensor | None, num_ranks: int
-    ) -> None:
-        """Accumulate a value that has waited for the end of the step; see `Sums.count`."""
-        if not self.on_epoch:
             return
-        if self.kind == "mean":
-            self.sums.count(copy, size, given, share, scale, num_ranks)
+        if type(size) is int and size <= _EXACT:  # kept on the device: a product with a number takes twice as long
+            if size != self._size:
+                self._size, self._weight = size, scalar(size, self.device, torch.float32)
+            sums.value = sums.value + copy * self._weight
         else:
-            self._accumulate(copy, size)
-        self.computed = None
+            sums.value = sums.value + copy * (size.to(copy) if isinstance(size, Tensor) else size)
+        sums.weight = sums.weight + size
+
+    def count(self, copy: Tensor, weight: Any) -> None:
+        """Accumulate a value that has waited for the end of the step."""
+        if self.on_epoch:
+            self._accumulate(copy, weight)
+            self.computed = None
 
     def step_value(self) -> Any:
         """The last step's value; None if there is none."""
@@ -276,10 +188,9 @@ class Series:
         """Move all data to a device."""
         if not self.is_tensor:
             self.value = self.value.to(*args, **kwargs)
-        held = {name: getattr(self.sums, name) for name in _ADDED} | {"last": self.last, "computed": self.computed}
-        for name, tensor in held.items():
-            if isinstance(tensor, Tensor):
-                setattr(self if name in ("last", "computed") else self.sums, name, tensor.to(*args, **kwargs))
+        for owner, name in ((self.sums, "value"), (self.sums, "weight"), (self, "last"), (self, "computed")):
+            if isinstance(tensor := getattr(owner, name), Tensor):
+                setattr(owner, name, tensor.to(*args, **kwargs))
         self.device = self.sums.value.device if self.is_tensor else self.value.device
         self._size = 0
         return self
@@ -314,20 +225,18 @@ class Series:
 
 
 def of_earlier_version(entry: Mapping[str, Any]) -> Entry:
-    """Read an entry that a checkpoint has, in the form in which it was kept before there were `sums`."""
-    if "sums" in entry:
-        return dict(entry)
-    state, given = entry["state"], entry["given"] or {}
-    sums = Sums(entry["reduce_fx"], state["value"], state.get("cumulated_batch_size", 0))
-    sums.own = given.get("own", True)
-    if given:
-        sums.constant_value, sums.constant_weight = given["value"], given["weight"]
-        sums.more_value, sums.more_weight = given.get("more_value", 0.0), given.get("more_weight", 0.0)
-    if given and given["num"] == entry["num_updates"]:
-        sums.smallest, sums.largest = given["smallest"], given["largest"]
-    elif given:
-        sums.smallest, sums.largest = -inf, inf
-    return {**entry, "sums": vars(sums), "last": state.get("_forward_cache")}
+    """Read an entry that a checkpoint has; earlier versions kept other names, or several readings of `batch_size`."""
+    if "sums" not in entry:
+        state = entry["state"]
+        sums = {"value": state["value"], "weight": state.get("cumulated_batch_size", 0), "kind": entry["reduce_fx"]}
+        return {**entry, "sums": sums, "last": state.get("_forward_cache")}
+    sums: dict[str, Any] = entry["sums"]
+    value, weight = sums["value"], sums["weight"]
+    if "own" in sums and not sums["own"] and sums["smallest"] == sums["largest"]:
+        value, weight = sums["constant_value"], sums["constant_weight"]
+    elif "own" in sums and sums["own"] and sums["kind"] == "mean":
+        value, weight = value + sums["more_value"], weight + sums["more_weight"]
+    return {**entry, "sums": {"kind": sums["kind"], "value": value, "weight": weight}}
 
 
 def on_other_ranks(ranks: Sequence[dict[str, Entry]], num_ranks: int) -> dict[str, Entry]:

@@ -7,7 +7,6 @@ hook that is set on an object or a class meanwhile counts from there on. It sets
 since `self.log` reads it.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partialmethod
@@ -23,7 +22,7 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
-from ...strategies import ConfigError, SingleDeviceStrategy
+from ...strategies import SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import StepContract
 from ...strategies.ranks.strategy import RankStrategy
@@ -34,15 +33,7 @@ TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
 
 
 def is_lean(asked: bool | None) -> bool:
-    """Whether to take lean steps: as asked, or by the installed versions if None.
-
-    Raises:
-        ConfigError: the environment has the variable that once decided.
-    """
-    if "EVENER_LEAN" in os.environ:
-        raise ConfigError(
-            "EVENER_LEAN is no longer read. Unset it, and give Trainer(lean=False) or trainer.lean=false."
-        )
+    """Whether to take lean steps: as asked, or by the installed versions if None."""
     return _is_tested(torch.__version__, pl.__version__) if asked is None else asked
 
 

@@ -1,7 +1,6 @@
 """Speed up `self.log` and `self.log_dict`: Lightning's own method for a key's first value, a slot for all others."""
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +23,6 @@ _OPTIONS = (
 )  # fmt: skip
 """The options of a slot: the arguments of `log` besides name, value and batch size."""
 _DEFAULTS = {name: inspect.signature(pl.LightningModule.log).parameters[name].default for name in _OPTIONS}
-_DICT_OPTIONS = inspect.signature(pl.LightningModule.log_dict).parameters.keys() - {"self", "dictionary"}
 
 
 class LeanLog(ModuleLog):
@@ -68,7 +66,7 @@ class LeanLog(ModuleLog):
 
     @override
     def keep(self, name: str, value: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
-        options = slot_options(given)
+        options = tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
         if torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
             self._log_first(name, value, options, batch_size)
 
@@ -87,7 +85,9 @@ class LeanLog(ModuleLog):
         if results is None:
             return False
         series = results.quick.get((fx, name, results.dataloader_idx))
-        if series is None or series.options != options or not connector.enters(fx):
+        if series is None or series.options != options:
+            return False
+        if connector._current_fx != fx and not connector.enters(fx):
             return False
         if not series.is_tensor and value is series.value and not series.on_step:  # a metric: it has its values
             series.computed, series.has_reset = None, False
@@ -111,33 +111,21 @@ class LeanLog(ModuleLog):
 class LeanLogDict(StaysOnRoot):
     """Replaces a module's `log_dict` while its trainer runs: each call links no metrics of a collection anew."""
 
-    def __init__(self, log: LeanLog) -> None:
-        self.log, self.module = log, log.module
-        self._given: dict[str, Any] = {}
-        self._options: tuple[Any, ...] | None = slot_options({})
-        self.full: Callable[..., None] = MODULE["log_dict"].__get__(log.module)
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.module = module
+        self.full: Callable[..., None] = MODULE["log_dict"].__get__(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied or pickled with its module, it becomes the copy's own `log_dict`."""
         return getattr, (self.module, "log_dict")
 
-    def __call__(self, dictionary: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
+    def __call__(self, dictionary: Any, *args: Any, **options: Any) -> None:
         """Log values; see `LightningModule.log_dict`."""
-        log, values = self.log, dictionary
+        values = dictionary
         if type(dictionary) is MetricCollection and shares_states(dictionary):
             renames = dictionary.prefix is not None or dictionary.postfix is not None
-            values = dictionary._to_renamed_dict() if renames else dict(dictionary._modules)
-        by_slot = not args and log.receiver is None and self.module.__dict__.get("log") is log
-        if by_slot and type(values) in (dict, OrderedDict) and not torch.compiler.is_compiling():
-            if given != self._given:
-                self._given = given
-                self._options = slot_options(given) if given.keys() <= _DICT_OPTIONS else None
-            add, options = log.add, self._options
-            if options is not None:
-                values = {name: value for name, value in values.items() if not add(name, value, options, batch_size)}
-                if not values:
-                    return
-        self.full(values, *args, **given, **({} if batch_size is None else {"batch_size": batch_size}))
+            values = dictionary._to_renamed_dict() if renames else dictionary._modules
+        self.full(values, *args, **options)
 
 
 def shares_states(collection: MetricCollection) -> bool:
@@ -156,11 +144,6 @@ def shares_states(collection: MetricCollection) -> bool:
                 if other[name] is not first[name]:
                     return False
     return True
-
-
-def slot_options(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The options of a slot, of those that were given by name."""
-    return tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
 
 
 @contextmanager
@@ -185,7 +168,7 @@ def lean_logging(trainer: Any) -> Generator[None]:
     module.__dict__["log"] = log
     own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
     if not own_dict:
-        module.__dict__["log_dict"] = LeanLogDict(log)
+        module.__dict__["log_dict"] = LeanLogDict(module)
     for callback in through:
         callback.log = log
     try:

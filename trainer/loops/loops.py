@@ -50,30 +50,28 @@ class LeanFitLoop(ResumingFitLoop):
     """
 
     took_no_step = False
-    _before = 0, 0
+    _batches_before = 0
     on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
     on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
 
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._before, self.took_no_step = self._counted(), False
+        loop: Any = self.epoch_loop
+        self._batches_before, loop.automatic_optimization.num_none = loop.batch_progress.total.started, 0
+        self.took_no_step = False
 
     @override
     def on_run_end(self) -> None:
-        batches, num_none = (now - before for now, before in zip(self._counted(), self._before, strict=True))
-        self.took_no_step = 0 < batches == num_none
+        loop: Any = self.epoch_loop
+        batches = loop.batch_progress.total.started - self._batches_before
+        self.took_no_step = 0 < batches == loop.automatic_optimization.num_none
         if self.took_no_step:
             rank_zero_warn(
                 f"`training_step` returned None for each of {batches} batches, so no optimizer step was taken. Return "
                 "the loss."
             )
         super().on_run_end()
-
-    def _counted(self) -> tuple[int, int]:
-        """Batches begun so far, and of them those without a loss."""
-        loop: Any = self.epoch_loop
-        return loop.batch_progress.total.started, loop.automatic_optimization.num_none
 
 
 class LeanTrainingEpochLoop(_TrainingEpochLoop):

@@ -565,21 +565,26 @@ class Values:
 
     Args:
         programs: by (name of the step, index of the loader).
-        constants: of these steps the names logged with a `batch_size` that does not depend on the samples.
+        readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
+            the samples are, or another number that is `given`.
         over_ranks: whether other ranks have parts of the batch.
         rows: of this process's part, by the names of the values.
         logged: its own values.
     """
 
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
-    constants: dict[tuple[str, int], set[str] | None] = field(default_factory=dict[tuple[str, int], "set[str] | None"])
+    readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     over_ranks: bool = False
     rows: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
     logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    def learn(self, step: str, loader: int, programs: Programs, constants: set[str] | None) -> None:
+    def learn(self, step: str, loader: int, programs: Programs, readings: dict[str, str]) -> None:
         """Keep what was found of what a step logs."""
-        self.programs[step, loader], self.constants[step, loader] = programs, constants
+        self.programs[step, loader], self.readings[step, loader] = programs, readings
+
+    def reading(self, step: str, loader: int, name: str) -> str:
+        """What the `batch_size` of a value is; `samples` if that is not known."""
+        return self.readings.get((step, loader), {}).get(name, "samples")
 
     def of(self, step: str, loader: int = 0) -> Programs:
         """The programs of what a step logs."""

@@ -60,7 +60,7 @@ class Verdict:
         failed: whether nothing could be compared.
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
-        constants: the logged values whose `batch_size` is the same whatever the samples are; None if that is not known.
+        readings: what the `batch_size` of logged values is, see `Values`.
     """
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
@@ -69,7 +69,7 @@ class Verdict:
     unused: bool = False
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
     unlike: str = ""
-    constants: set[str] | None = None
+    readings: dict[str, str] = field(default_factory=dict[str, str])
     failed: bool = False
     in_chunks: bool = False
 
@@ -257,10 +257,9 @@ class Verifier:
         verdict.programs |= found
         if (program := verdict.plans[0].program) is not None:
             verdict.programs[RETURNED] = program
-        sizes = {
-            name: {str(p.tape.logged[name].batch_size) for p in seen.pieces if name in p.tape.logged} for name in logged
-        }
-        verdict.constants = {n for n, one in logged.items() if len(sizes[n]) == 1 and isinstance(one.batch_size, int)}
+        for name in logged:
+            given = [(p.tape.logged[name].batch_size, p.num) for p in seen.pieces if name in p.tape.logged]
+            verdict.readings[name] = _reading(given)
         if unknown := [name for name in unknown if name not in losses]:  # or random
             again = self._trial.run(piece, 0, whole.num, seed=2)[0].tape.logged
             unknown = [name for name in unknown if name in again and str(again[name].kept) == str(logged[name].kept)]
@@ -478,6 +477,14 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
     return found
 
 
+def _reading(given: Sequence[tuple[Any, int]]) -> str:
+    """What a `batch_size` is, of what was given for pieces of so many samples; see `Values`."""
+    numbers = [number for number, _ in given if isinstance(number, int)]
+    if numbers == [num for _, num in given]:
+        return "samples"
+    return "constant" if len(numbers) == len(given) and len(set(numbers)) == 1 else "given"
+
+
 def find_evaluated(
     strategy: Any,
     views: Views,
@@ -511,4 +518,4 @@ def find_evaluated(
             found.refusal, found.unlike = found.refusal or found.unlike, ""
         with whole.where_needed(step):
             _told(found, is_first)
-        values.learn(step, loader, found.programs, found.constants)
+        values.learn(step, loader, found.programs, found.readings)

@@ -9,7 +9,6 @@ import torch
 from parity import CASES, assert_equal, baseline, fit, make_module, run
 from plans import PLANS
 
-from evener.strategies import ConfigError
 from evener.trainer import Trainer
 from evener.trainer.loops import hook_plan
 from evener.trainer.loops._train_step import TrainStep
@@ -37,14 +36,11 @@ def test_training_without_lean_steps_equals_one_device(name: str, plan: str, mon
     assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
 
 
-def test_the_argument_decides_and_the_former_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_argument_decides() -> None:
     assert Trainer(logger=False).lean
     assert not Trainer(logger=False, lean=False).lean
     case = CASES["ragged"]
     fit(case, make_module(case), "auto", devices=1, lean=False)
-    monkeypatch.setenv("EVENER_LEAN", "0")
-    with pytest.raises(ConfigError, match=r"EVENER_LEAN is no longer read\. Unset it, and give Trainer\(lean=False\)"):
-        Trainer(logger=False)
 
 
 @pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (hook_plan.pl, "Lightning")])
