@@ -485,14 +485,15 @@ class Comparison:
         by_data = torch.Tag.dynamic_output_shape in _operation(entry.site[0]).tags  # as many as others by chance
         if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
             return ""
-        given = [i for i, shape in enumerate(entry.shapes) if shape is not None]
+        given, varies = [i for i, shape in enumerate(entry.shapes) if shape is not None], self._varies(entry)
         after = any(isinstance(entry.args[i], _Ref) and self._kinds[entry.args[i].op] for i in given)
-        varies = any(
-            len(o.shapes) != len(entry.shapes) or o.shapes[i] != entry.shapes[i] for o in others for i in given
-        )
         if after and not varies and all(entry.args[i] is not None for i in given):
             return "op"
         return "leaf" if varies or is_number else ""
+
+    def _varies(self, entry: _Entry) -> bool:
+        """Whether the shapes of what an operation is given depend on the samples."""
+        return any(other.shapes != entry.shapes for other, _ in self.entries(entry.site))
 
     def _ref(self, ref: _Ref) -> _Ref:
         if ref in self._refs:
@@ -525,7 +526,9 @@ class Comparison:
         number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         grad = slot < 0 and entry.has_grad and number.is_floating_point()
         counted = entry.count is not None and slot == -1
-        first = "mean" if counted else "sum" if entry.site[0].startswith(_SUMS) and slot < 0 else "same"
+        # a sum of what has no rows, such as a penalty on weights, is the batch's own, also where it is 0 in all parts
+        sums = entry.site[0].startswith(_SUMS) and slot < 0 and self._varies(entry)
+        first = "mean" if counted else "sum" if sums else "same"
         for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
             leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype, grad)
             if self._merges(leaf, number):
