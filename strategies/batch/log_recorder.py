@@ -2,7 +2,6 @@
 
 import builtins
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
-from ..core.no_value import NoValue
+from ..core.no_value import NoValue, known
 from ..core.patching import replaced
 from .exact.values import RETURNED, Program, Tape, Values
 from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
-from .part_metrics import PartMetrics, finds_others
+from .part_metrics import PartMetrics, grouped
 from .results import ResultStructure, combine
 
 _HOW: dict[Any, str] = {
@@ -60,7 +59,7 @@ class LogRecorder:
         strategy: str,
     ) -> None:
         self._root, self._strategy, self._device = root, strategy, devices[0]
-        self._places = [None if own is modules[0] else device for own, device in zip(modules, devices, strict=True)]
+        self._devices = devices
         self._metrics = self._new_metrics()
         self._told = WarningCache()
         self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
@@ -77,11 +76,11 @@ class LogRecorder:
                     module_log(copy).receiver = partial(self._record, i, j)
 
     def _new_metrics(self) -> PartMetrics:
-        return PartMetrics(self._root, self._places, self._strategy, lambda: self.part)
+        return PartMetrics(self._root, self._devices, self._strategy, lambda: self.part)
 
     def follow_metrics(self) -> None:
         """Learn whether the module has other metrics than before."""
-        if finds_others(self._root, self._metrics.found):
+        if not self._metrics.is_of(self._root):
             self._metrics.close()
             self._metrics = self._new_metrics()
 
@@ -96,7 +95,7 @@ class LogRecorder:
         self._step = step, loader
         self._calls = [[] for _ in self._modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
-        with self._metrics.counting(sizes), received(logs):
+        with self._metrics.recording(sizes), received(logs):
             yield
 
     @property
@@ -127,8 +126,8 @@ class LogRecorder:
             )
         self._record(replica, module, *args, **options)
 
-    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None) -> None:
-        """Log the recorded values on the root.
+    def replay(self, sizes: Sequence[int], losses: ChunkLosses | None = None, loss: Tensor | None = None) -> None:
+        """Call the root's metrics as the parts have, and log the recorded values on the root.
 
         A logged loss is combined like the loss itself. Other values are weighted by samples, or by the `batch_size` of
         each chunk, unless that is one number for the whole batch. A `reduce_fx` of sum, max or min is applied over the
@@ -137,19 +136,21 @@ class LogRecorder:
         Args:
             sizes: samples per replica; 0 for a replica without samples.
             losses: the chunks' losses, one per replica with samples.
+            loss: of the batch; None for the mean of these.
         """
         self.losses = []
         self._values.begin()
-        for same in self._same_calls():
+        self._metrics.replay(lambda values, parts: self._whole_loss(values, parts, sizes, losses, loss))
+        calls, self._calls = self._calls, []
+        for same in grouped(calls, lambda call: (call.module, call.name)).values():
             weights, options = self._weighed(same, sizes)
-            value = self._loss(same, sizes, losses)
-            of_metric = self._of_metric(same) if value is None else None
-            if value is not None and same[0].name not in self._programs:
-                self.losses.append(value)
-            if of_metric is None:
-                value = self._of_program(same, self._combined(same, weights) if value is None else value, options)
+            if isinstance(same[0].value, NoValue):
+                value = known(same[0].value)
             else:
-                value = of_metric
+                value = self._loss(same, sizes, losses)
+                if value is not None and same[0].name not in self._programs:
+                    self.losses.append(value)
+                value = self._of_program(same, self._combined(same, weights) if value is None else value, options)
             self._modules[0][same[0].module].log(same[0].name, value, **options)
 
     def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
@@ -172,12 +173,12 @@ class LogRecorder:
             self.replay(sizes)
             return None
         losses = chunk_losses(outputs, sizes, self._strategy)
-        self.replay(sizes, losses)
         loss = losses.combine(self._device)
         if RETURNED in self._programs:  # by each of its leaves
             used = [i for i, size in enumerate(sizes) if size > 0]
             values = [own.detach() for own in losses.losses]
             loss = loss + (self._of_parts(RETURNED, used, values, loss.detach()) - loss.detach())
+        self.replay(sizes, losses, loss.detach())
         if not isinstance(outputs[0], dict):
             return loss
         result = dict(outputs[0]) if len(outputs) == 1 else {}
@@ -212,18 +213,6 @@ class LogRecorder:
             options = options | {"batch_size": sum(own)}
         return own, options
 
-    def _same_calls(self) -> list[list[_Call]]:
-        """Group the calls that log the same value, in the order of the replicas."""
-        found: dict[tuple[int, str, int], list[_Call]] = {}
-        for calls in self._calls:
-            counts: Counter[tuple[int, str]] = Counter()
-            for call in calls:
-                key = (call.module, call.name)
-                found.setdefault((*key, counts[key]), []).append(call)
-                counts[key] += 1
-        self._calls = []
-        return list(found.values())
-
     def _record(self, replica: int, module: int, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(LOG_OPTIONS, args, strict=False))
         kept = value if not isinstance(value, Tensor) else _kept(value, options)
@@ -231,19 +220,17 @@ class LogRecorder:
 
     def _loss(self, calls: list[_Call], sizes: Sequence[int], losses: ChunkLosses | None) -> Tensor | None:
         """The batch's loss, if that is what was logged."""
-        used = [i for i, size in enumerate(sizes) if size > 0]
-        if losses is None or [call.replica for call in calls] != used:
-            return None
-        if not all(is_loss(call.value, own) for call, own in zip(calls, losses.losses, strict=True)):
+        parts, values = [call.replica for call in calls], [call.value for call in calls]
+        if losses is None or not _are_losses(values, parts, sizes, losses):
             return None
         return ChunkLosses([call.kept for call in calls], losses.weights).combine(self._device)
 
-    def _of_metric(self, calls: list[_Call]) -> Any:
-        """The whole batch's value, if each chunk logged what a metric returned for it."""
-        found = [self._metrics.original(call.value) for call in calls if isinstance(call.value, Tensor)]
-        if len(found) < len(calls) or found[0] is calls[0].value or any(value is not found[0] for value in found):
+    def _whole_loss(
+        self, values: Sequence[Any], parts: Sequence[int], sizes: Sequence[int], losses: ChunkLosses | None, loss: Any
+    ) -> Tensor | None:
+        if losses is None or not _are_losses(values, parts, sizes, losses):
             return None
-        return found[0]
+        return losses.combine(self._device).detach() if loss is None else loss
 
     def _of_program(self, calls: list[_Call], otherwise: Any, options: dict[str, Any]) -> Any:
         """The whole batch's value, if there is a program that makes it."""
@@ -269,6 +256,12 @@ class LogRecorder:
         if not isinstance(values[0], (Tensor, int, float)):
             return values[0]
         return combine(values, weights, _HOW.get(calls[0].options.get("reduce_fx"), "mean"), self._device)
+
+
+def _are_losses(values: Sequence[Any], parts: Sequence[int], sizes: Sequence[int], losses: ChunkLosses) -> bool:
+    """Whether values of parts are their losses."""
+    used = [i for i, size in enumerate(sizes) if size > 0]
+    return list(parts) == used and all(map(is_loss, values, losses.losses))
 
 
 def _kept(value: Tensor, options: dict[str, Any]) -> Tensor:

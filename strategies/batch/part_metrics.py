@@ -1,138 +1,91 @@
-"""Count the parts of a batch in copies of a module's metrics, and merge the copies into the metrics after the step."""
+"""Record the calls of metrics in the parts of a batch, and make each once for the whole batch.
 
-from collections.abc import Callable, Generator, Sequence
+part 1   accuracy(out[:5], y[:5])  → a stand-in ┐
+part 2   accuracy(out[5:], y[5:])  → a stand-in ┴→ accuracy(out, y), once the step has ended: the stand-ins' value
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
-from torchmetrics.aggregation import BaseAggregator
-from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from typing_extensions import override
 
-from ..core.errors import PartsDiffer
-from ..core.module_checks import is_metric, metrics_of, why_whole
-from ..core.no_value import empty_copy, part_value
+from ..core.devices import is_out_of_memory
+from ..core.errors import ConfigError, PartsDiffer
+from ..core.module_checks import is_metric, metrics_of
+from ..core.no_value import no_value
 from ..core.patching import Replacement, replaced
-from .results import are_equal
+from ..core.types import Sizes
+from ..core.untraced_step import metric_state
+from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
+from .tree import Path, is_array
 
 _KINDS = (Metric, MetricCollection)
 _METHODS = ("update", "forward", "compute", "reset")
-_MERGEABLE = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
+
+WholeLoss = Callable[[Sequence[Any], Sequence[int]], Any]
+"""The loss of the whole batch, if values of these parts are theirs; else None."""
+
+T = TypeVar("T")
 
 
-class OfParts:
-    """Has a metric take what parts of a batch give it, as far as the whole batch's states follow from theirs.
-
-    A number that a `MeanMetric` is given for a part counts by its samples. Metrics whose states don't merge, or that
-    are made of others, raise `PartsDiffer`, and so do numbers that may be sums or means: steps get whole batches.
+@dataclass(eq=False)
+class _Call:
+    """One call of a metric in a part.
 
     Args:
-        samples: returns those of the part that calls, and of the batch.
-        strategy: name that begins messages.
+        given: the arguments by place or name, without graphs.
+        versions: how often each tensor among them had been written to.
+        returned: stands for what the call returns.
     """
 
-    def __init__(self, metric: Metric, samples: Callable[[], tuple[float, float]], strategy: str) -> None:
-        self._metric, self._samples = metric, samples
-        self._name = f"{strategy}: {type(metric).__name__}"
-        self._is_mergeable = _is_mergeable(metric)
-        self._depth = 0
-        """In how many calls, one within the other, the metric is."""
-        self._replaced = [Replacement(metric, method, partial(self._called, method)) for method in _METHODS]
-
-    def remove(self) -> None:
-        """Restore the metric's methods."""
-        while self._replaced:
-            self._replaced.pop().remove()
-
-    def _called(self, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._is_mergeable:
-            raise PartsDiffer(
-                f"{self._name} is called on a part of a batch, and what it counts of parts can't be merged. Call it in "
-                "training_step_end or in an epoch hook"
-            )
-        if method in ("compute", "reset") and not self._depth:
-            raise PartsDiffer(
-                f"{self._name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
-                "itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end"
-            )
-        if method == "forward":
-            own = partial(part_value, self._metric, own, None)
-        elif method == "update" and isinstance(self._metric, BaseAggregator):
-            args, kwargs = (), self._weighed(dict(zip(("value", "weight"), args, strict=False)) | kwargs)
-        self._depth += 1
-        try:
-            return own(*args, **kwargs)
-        finally:
-            self._depth -= 1
-
-    def _weighed(self, given: dict[str, Any]) -> dict[str, Any]:
-        value, num, total = given["value"], *self._samples()
-        if not (isinstance(value, Number) or (isinstance(value, Tensor) and not value.dim())) or num == total:
-            return given
-        is_mean = isinstance(self._metric, MeanMetric)
-        if is_mean and given.get("weight") is None:
-            return given | {"weight": num / total}
-        count = given["weight"] if is_mean else value if isinstance(self._metric, SumMetric) else None
-        if not (isinstance(count, Tensor) and (is_mean or not count.is_floating_point())) and count != num:
-            raise PartsDiffer(
-                f"{self._name} is given one number for a part of a batch, from which the whole batch's isn't known: it "
-                "may be a mean over samples, a sum or another. Give it a tensor with one value per sample, or update "
-                "it in training_step_end or in an epoch hook"
-            )
-        return given
+    part: int
+    metric: Any
+    method: str
+    given: dict[int | str, Any]
+    versions: list[int]
+    returned: Any
 
 
 class PartMetrics:
-    """Brings what the parts of a batch count in a step to the module's metrics, until `close`.
-
-    During a step every part, of a replica or in time, calls a copy that holds this step's samples only, whose states
-    are merged into the metric's afterwards. This makes the value of the whole batch exact, not only the epoch's.
+    """Takes the calls of a module's metrics in the parts of a batch, until `close`.
 
     Args:
         module: the module, whose metrics all parts call.
-        devices: of each part a batch may have; None for where the metrics are.
+        devices: of the parts; tensors on that of a part are joined on the first.
         strategy: name that begins error messages.
         part: returns which part runs on the calling thread.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[torch.device | None],
-        strategy: str,
-        part: Callable[[], int],
+        self, module: nn.Module, devices: Sequence[torch.device], strategy: str, part: Callable[[], int]
     ) -> None:
-        self._strategy, self._part = strategy, part
-        slots = _metric_slots(module)
-        self.found = [id(slot) for slot in slots]
+        self._devices, self._strategy, self._part = devices, strategy, part
+        self.found = _metrics(module)
         """Identifies the metrics and collections of the module."""
-        own = {id(inner): inner for slot in slots for inner in slot.modules()}
-        made = [_empty_copies(slots, device) for device in devices]
-        self._copies = [(metric, [copies[id(metric)] for copies in made]) for metric in outermost_metrics(slots)]
-        self._sizes: Sequence[float] = ()
-        self._is_open = False
-        """Whether a step runs."""
-        for i, copies in enumerate(made):
-            for copy in filter(is_metric, copies.values()):
-                OfParts(copy, partial(self._samples, i), strategy)
-        self._values: dict[int, tuple[Any, Metric]] = {}
+        self._calls: list[list[_Call]] = []
+        """Of each part of the step that runs; empty if none does."""
+        self._made: list[list[_Call]] = []
+        self._sizes: Sizes = ()
+        self._arguments = _Arguments()
+        self._is_first, self._is_alone = True, False
         self._replaced = [
-            Replacement(inner, method, partial(self._routed, [getattr(copies[key], method) for copies in made]))
-            for key, inner in own.items()
-            if isinstance(inner, _KINDS)
+            Replacement(metric, method, partial(self._called, metric, method))
+            for metric in self.found
             for method in _METHODS
         ]
 
-    def _samples(self, part: int) -> tuple[float, float]:
-        return self._sizes[part], sum(self._sizes)
-
-    def _routed(self, copies: Sequence[Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module's metric, in a step that of the running part's copy."""
-        return (copies[self._part()] if self._is_open else own)(*args, **kwargs)
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether a module has no other metrics than were found."""
+        found = _metrics(module)
+        return len(found) == len(self.found) and all(map(lambda a, b: a is b, found, self.found))
 
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
@@ -140,157 +93,201 @@ class PartMetrics:
             self._replaced.pop().remove()
 
     @contextmanager
-    def counting(self, sizes: Sequence[float]) -> Generator[None]:
-        """Have the copies take the calls inside the block, where a step runs, and merge what they have counted.
+    def recording(self, sizes: Sizes, notes: bool = False) -> Generator[None]:
+        """Record calls inside the block, where parts of so many samples run.
 
         Args:
-            sizes: samples of each part.
+            notes: also what a single part calls metrics with, which calls them itself.
         """
-        self._sizes = sizes
+        self._sizes, self._made = sizes, []
+        self._is_alone = sum(size > 0 for size in sizes) == 1
+        with replaced(self, "_calls", [] if self._is_alone and not notes else [[] for _ in sizes]):
+            yield
+            self._made = self._calls
+
+    def _called(self, metric: Any, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._calls:
+            return own(*args, **kwargs)
+        name = f"{self._strategy}: {type(metric).__name__}"
+        if method in ("compute", "reset"):
+            if self._is_alone:
+                return own(*args, **kwargs)
+            raise PartsDiffer(
+                f"{name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
+                "itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end"
+            )
+        part, returned = self._part(), None
+        if method == "forward":
+            make = partial(no_value, f"{name} has a value of the whole batch only, which the step uses. Log or return "
+                           "it as it is, or use it in training_step_end or in an epoch hook", PartsDiffer)  # fmt: skip
+            is_collection = isinstance(metric, MetricCollection)
+            returned = {key: make() for key in metric.keys()} if is_collection else make()  # noqa: SIM118
+        given = tree_map_only(Tensor, Tensor.detach, dict(enumerate(args)) | kwargs)
+        self._calls[part].append(_Call(part, metric, method, given, _versions(given), returned))
+        if self._is_alone:
+            with replaced(self, "_calls", []):
+                return own(*args, **kwargs)
+        return returned
+
+    def replay(self, loss: WholeLoss) -> dict[Hashable, Any]:
+        """Call the metrics as the parts have, each call once for the whole batch.
+
+        Returns:
+            What they were given.
+
+        Raises:
+            PartsDiffer: what the whole batch would give a metric does not follow from the parts; none was called.
+        """
+        calls, self._made = self._made, []
+        groups = grouped(calls, lambda call: (id(call.metric), call.method))
+        if self._is_alone:
+            return {key: call.given for key, (call,) in groups.items()}
+        joined = {key: self._joined(key, same, loss) for key, same in groups.items()}
+        with self._undone():
+            for key, given in joined.items():
+                self._give(groups[key], given)
+        self._is_first = self._is_first and not joined
+        return joined
+
+    def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> dict[int | str, Any]:
+        """The arguments that the whole batch has, of those of its parts."""
+        metric, parts = calls[0].metric, [call.part for call in calls]
+        sizes = [self._sizes[part] for part in parts]
         try:
-            with replaced(self, "_is_open", True):
-                yield
-            self._merge()
-        finally:
-            with torch.inference_mode(False), torch.no_grad():
-                for copy in (copy for _, copies in self._copies for copy in copies if copy._update_count > 0):
-                    type(copy).reset(copy)
+            if any(call.given.keys() != calls[0].given.keys() for call in calls):
+                raise Unknown("is given other arguments in some parts of a batch")
+            given = [self._moved(call) for call in calls]
+            columns = {name: self._rows((key, name), [one[name] for one in given], sizes) for name in given[0]}
+            if len(calls) < sum(size > 0 for size in self._sizes) and any(map(_is_number, columns.values())):
+                raise Unknown("is given numbers by some parts of a batch only")
+            known = {name: loss(values, parts) for name, values in columns.items()}
+            return {
+                name: self._argument((key, name), metric, columns, name, sizes) if known[name] is None else known[name]
+                for name in columns
+            }
+        except (Unknown, RuntimeError) as exc:
+            if is_out_of_memory(exc):
+                raise
+            raise PartsDiffer(
+                f"{self._strategy}: {type(metric).__name__} {exc}, so that what the whole batch gives it isn't known. "
+                "Give it tensors with rows of samples, or call it in training_step_end or in an epoch hook"
+            ) from exc
 
-    def original(self, value: Any) -> Any:
-        """Map what a metric has returned for a part to the whole batch's value; others stay unchanged."""
-        found = self._values.get(id(value))
-        return value if found is None else found[1]._forward_cache
+    def _argument(
+        self, path: Path, metric: Metric, columns: dict[int | str, list[Any]], name: int | str, sizes: Sequence[int]
+    ) -> Any:
+        """One argument of the whole batch; numbers that are means count by their weights, else by samples."""
+        values, weights, kinds = columns[name], columns.get(1, columns.get("weight")), _aggregators(metric)
+        if kinds == {MeanMetric} and _is_number(values):
+            if weights is None or (not isinstance(weights[0], Tensor) and are_equal(weights) and weights != sizes):
+                weights = sizes if values is not weights else None  # one for each batch
+            if weights is not None and (values is weights or is_fraction(values[0])):
+                return combine(values, weights, "sum" if values is weights else "mean", self._devices[0])
+        self._arguments.adds = kinds == {SumMetric}
+        return self._arguments.join([(values, sizes)], path)[0]
 
-    def _merge(self) -> None:
-        """Bring the counts of the copies to the module's metrics, in order."""
-        every = list[tuple[Metric, list[Metric]]]()
-        for metric, copies in self._copies:
-            counts = {copy._update_count for copy, num in zip(copies, self._sizes, strict=False) if num}
-            if len(counts) > 1 and isinstance(metric, BaseAggregator):
-                raise PartsDiffer(
-                    f"{self._strategy}: {type(metric).__name__} is not updated alike on all parts of a batch, so that "
-                    "their numbers don't make the batch's. Update it in every step, whatever the samples are"
-                )
-            if any(counts):
-                every.append((metric, [copy for copy in copies if copy._update_count > 0]))
-        self._values = {
-            id(copy._forward_cache): (copy._forward_cache, metric)
-            for metric, copies in every
-            for copy in copies
-            if isinstance(copy._forward_cache, Tensor)
-        }
-        with torch.inference_mode(False), torch.no_grad():
-            for metric, copies in every:
-                self._take_attributes(metric, copies)
-            for metric, copies in every:
-                _make_writable(metric)
-                _merge(metric, copies)
+    def _moved(self, call: _Call) -> dict[int | str, Any]:
+        """The arguments of a call, with those on the part's device on the first one."""
+        if _versions(call.given) != call.versions:
+            raise Unknown("is given a tensor that the step writes to afterwards")
+        own, first = self._devices[call.part], self._devices[0]
+        if own == first:
+            return call.given
+        return tree_map_only(Tensor, lambda value: value.to(first) if value.device == own else value, call.given)
 
-    def _take_attributes(self, metric: Metric, copies: Sequence[Metric]) -> None:
-        """Give a metric what `update` set on all copies alike, beside their states."""
-        for name, value in vars(copies[0]).items():
-            if name.startswith("_") or name in metric._defaults or name in _METHODS:
-                continue
-            values = [vars(copy).get(name) for copy in copies]
-            if value is vars(metric).get(name) or are_equal([vars(metric).get(name), *values]):
-                continue
-            if isinstance(value, Tensor) or not are_equal(values):
-                raise PartsDiffer(
-                    f"{self._strategy}: {type(metric).__name__}.update sets {name!r}, which is no state (add_state), "
-                    "and what parts of a batch set can't be merged. Add it as a state, or update the metric in "
-                    "training_step_end or in an epoch hook"
-                )
-            setattr(metric, name, value)
+    def _rows(self, path: Path, values: list[Any], sizes: Sequence[int]) -> list[Any]:
+        """Give what a part of one sample has squeezed its dimension again."""
+        if not all(
+            isinstance(value, Tensor) and (value.dim() or n == 1) for value, n in zip(values, sizes, strict=True)
+        ):
+            return values
+        is_rows = self._arguments.follow[path] = self._arguments.follow.get(path) or any(v.dim() for v in values)
+        return [value.reshape(1) if not value.dim() else value for value in values] if is_rows else values
 
+    def _give(self, calls: Sequence[_Call], given: dict[int | str, Any]) -> None:
+        named = {key: value for key, value in given.items() if isinstance(key, str)}
+        method = getattr(calls[0].metric, calls[0].method)
+        value = method(*(value for key, value in given.items() if not isinstance(key, str)), **named)
+        for returned in (call.returned for call in calls):
+            if isinstance(returned, dict):
+                for name, stand_in in returned.items():
+                    stand_in.known = value[name]
+            elif returned is not None:
+                returned.known = value
 
-def outermost_metrics(values: Sequence[nn.Module]) -> list[Metric]:
-    """The metrics that are called by themselves, each once: metrics, and the members of collections."""
-    found = dict[int, Metric]()
-    for value in values:
-        children = [child for child in value._modules.values() if child is not None]
-        found |= {id(one): one for one in ([value] if is_metric(value) else outermost_metrics(children))}
-    return list(found.values())
-
-
-def _empty_copies(slots: Sequence[nn.Module], device: torch.device | None) -> dict[int, Any]:
-    """Copies of metrics and of all in them, by the identity of the original."""
-    memo: dict[int, Any] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        pairs = [(slot, empty_copy(slot, memo).to(device)) for slot in slots]
-    return {id(a): b for slot, copy in pairs for a, b in zip(slot.modules(), copy.modules(), strict=True)}
-
-
-def _metric_slots(module: nn.Module) -> list[nn.Module]:
-    """The metrics and collections of a module that are in no other, each once."""
-    held = [part for part in module.modules() if isinstance(part, _KINDS)]
-    inside = {id(part) for metric in held for part in metric.modules()}
-    plain = [part for part in module.modules() if id(part) not in inside]
-    found = (child for part in plain for child in part._modules.values() if isinstance(child, _KINDS))
-    return list({id(slot): slot for slot in found}.values())
+    @contextmanager
+    def _undone(self) -> Generator[None]:
+        """Have metrics that fail in the first step count nothing of it, so that they may be given the whole batch."""
+        metrics = {id(one): one for found in self.found for one in metrics_of(found)} if self._is_first else {}
+        states = [(metric, metric_state(metric)) for metric in metrics.values()]
+        try:
+            yield
+        except Exception as exc:
+            if not self._is_first or isinstance(exc, ConfigError) or is_out_of_memory(exc):
+                raise
+            for metric, state in states:
+                vars(metric).update(state)
+            raise PartsDiffer(f"{self._strategy}: a metric fails on joined parts of a batch ({exc})") from exc
 
 
-def finds_others(module: nn.Module, found: Sequence[int]) -> bool:
-    """Whether a module has other metrics than those of `PartMetrics.found`."""
-    return [id(slot) for slot in _metric_slots(module)] != list(found)
+class _Arguments(Joiner):
+    """Joins arguments of metrics: rows, elements, what is the same in all parts, and counts; no other numbers.
+
+    Attributes:
+        adds: whether whole numbers are counts that add up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None, self._raise)
+        self.adds = False
+
+    def _raise(self, path: Path, why: str) -> Any:
+        raise Unknown(f"is given what {why}")
+
+    @override
+    def _are_samples(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> bool:
+        ((first, *_), _), *_ = batches
+        return is_array(first) or super()._are_samples(batches, path, length)  # rows of any number, of tokens or masked
+
+    @override
+    def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
+        ((parts, sizes),) = batches
+        first = parts[0]
+        if is_whole(first) and not is_fraction(first):
+            counts = not isinstance(first, Tensor) and self._are_samples(batches, path, float)
+            if (counts and list(parts) == list(sizes)) or (self.adds and isinstance(first, Tensor)):
+                return [combine(parts, sizes, "sum", device)]
+        if not isinstance(first, Tensor) and are_equal(parts):
+            return [first]
+        raise Unknown("is one number for a part of a batch: a mean over samples, a sum or another")
 
 
-def _is_mergeable(metric: Metric) -> bool:
-    """Whether merging the states that were counted on parts of a batch gives the whole batch's."""
-    if why_whole(metric) is not None or any(
-        isinstance(part, _KINDS) for part in metric.modules() if part is not metric
-    ):
-        return False
-    if type(metric).merge_state is not Metric.merge_state:
-        return True
-    return all(
-        metric._reductions[name] in _MERGEABLE or (metric._reductions[name] is None and isinstance(default, list))
-        for name, default in metric._defaults.items()
-    )
+def grouped(calls: Iterable[Sequence[T]], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
+    """Group the calls of parts: the k-th of a kind belong together, in the order of the parts."""
+    found: dict[Hashable, list[T]] = {}
+    for own in calls:
+        counts = Counter[Hashable]()
+        for call in own:
+            kind = key(call)
+            found.setdefault((kind, counts[kind]), []).append(call)
+            counts[kind] += 1
+    return found
 
 
-def _make_writable(metric: Metric) -> None:
-    """Replace states that a hook of a test or prediction has reset: in inference mode they become inference tensors."""
-    for part in metrics_of(metric):
-        for name in part._defaults:
-            state = getattr(part, name)
-            if isinstance(state, Tensor) and state.is_inference():
-                setattr(part, name, state.clone())
+def _metrics(module: nn.Module) -> list[nn.Module]:
+    return [part for part in module.modules() if is_metric(part) or isinstance(part, MetricCollection)]
 
 
-def _merge(metric: Metric, copies: Sequence[Metric]) -> None:
-    first, *others = copies
-    for other in others:
-        _append(first, _states(other))
-    if any(copy._forward_cache is not None for copy in copies):
-        metric._forward_cache = _own_value(first)
-    _append(metric, _states(first))
-    metric._update_count = metric._update_count + 1
-    metric._computed = None
+def _aggregators(metric: nn.Module) -> set[type]:
+    """The classes of the metrics in one that hold no others."""
+    return {type(one) for one in metrics_of(metric) if len(metrics_of(one)) == 1}
 
 
-def _own_value(metric: Metric) -> Any:
-    """What a metric's `forward` returns: the value of the states of this rank, as other ranks may have had no step."""
-    parts = metrics_of(metric)
-    try:
-        for part in parts:
-            part._computed = None
-            part._to_sync = part.dist_sync_on_step
-        return metric.compute()
-    finally:
-        for part in parts:
-            part._to_sync = part.sync_on_compute
+def _versions(given: Any) -> list[int]:
+    """How often tensors have been written to; those of inference mode don't tell."""
+    return [one._version for one in tree_leaves(given) if isinstance(one, Tensor) and not one.is_inference()]
 
 
-def _states(metric: Metric) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._defaults}
-
-
-def _append(metric: Metric, states: dict[str, Any]) -> None:
-    """Append states to a metric's own; torchmetrics merges the other's in front, so the two are swapped."""
-    own = _states(metric)
-    for name, state in states.items():
-        setattr(metric, name, move_data_to_device(state, metric.device))
-    if type(metric).merge_state is not Metric.merge_state:
-        metric.merge_state(own)
-    else:
-        metric._reduce_states(own)
+def _is_number(values: Sequence[Any]) -> bool:
+    first = values[0]
+    return not first.dim() if isinstance(first, Tensor) else type(first) in (int, float)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.devices import scalar
 from ..core.errors import PartsDiffer
-from ..core.no_value import no_value
+from ..core.no_value import NoValue, known, no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
 from .tree import Path, called, children, is_array, is_sequence, rebuild, walk
@@ -28,7 +28,7 @@ Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""
 
 
-class _Unknown(Exception):  # the joiner's owner says what to do
+class Unknown(Exception):  # the joiner's owner says what to do
     """A value of the whole batch does not follow from those of its parts; says why."""
 
 
@@ -49,9 +49,11 @@ class Joiner:
 
     def join(self, batches: Batches, path: Path = (), device: torch.device | None = None) -> list[Any]:
         """Join the values at a path: one for each batch, on a device, or on that of the first part."""
+        if all(isinstance(parts[0], NoValue) for parts, _ in batches):
+            return [known(parts[0]) for parts, _ in batches]
         try:
             return self._joined(batches, path, device)
-        except _Unknown as exc:
+        except Unknown as exc:
             return [self._unknown(path, str(exc))] * len(batches)
 
     def _joined(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
@@ -60,14 +62,14 @@ class Joiner:
         if word in ("sum", "mean") and (is_array(first) or children(first) is None):
             return [combine(parts, of, word, device) for parts, of in batches]
         if kinds := {type(part).__name__ for parts, _ in batches for part in parts if type(part) is not type(parts[0])}:
-            raise _Unknown(f"differs between parts in its type ({', '.join(sorted({type(first).__name__, *kinds}))})")
+            raise Unknown(f"differs between parts in its type ({', '.join(sorted({type(first).__name__, *kinds}))})")
         if word == "shared":
             if not isinstance(first, Tensor) and not all(are_equal(parts) for parts, _ in batches):
-                raise _Unknown("differs between parts, and batch_dims says that it is the same for all samples")
+                raise Unknown("differs between parts, and batch_dims says that it is the same for all samples")
             return [parts[0] for parts, _ in batches]
         if is_array(first):
             if word is None and not self._are_samples(batches, path, len):
-                raise _Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
+                raise Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
             return [_concatenated(parts, device) for parts, _ in batches]
         if is_sequence(first) and (word == "list" or (word is None and self._are_samples(batches, path, len))):
             return [type(first)([value for part in parts for value in part]) for parts, _ in batches]
@@ -81,8 +83,8 @@ class Joiner:
         sizes = [size for _, of in batches for size in of]
         if len(set(lengths)) == len(set(sizes)) == 1:  # which tells nothing: what is as long as the parts is samples
             (first, *_), _ = batches[0]
-            is_structure = _is_structure(first) or (self._appended and type(first) is tuple)
-            return self.follow.get(path, not lengths[0] or (lengths == sizes and not is_structure))
+            are_several = _is_structure(first) or (self._appended and type(first) is tuple)
+            return self.follow.get(path, not lengths[0] or (lengths == sizes and not are_several))
         self.follow[path] = lengths == sizes or len(set(lengths)) > 1
         return self.follow[path]
 
@@ -90,7 +92,7 @@ class Joiner:
         items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
         keys = list(items[0][0])
         if any(list(part) != keys for parts in items for part in parts):
-            raise _Unknown("differs between parts in its keys or its length")
+            raise Unknown("differs between parts in its keys or its length")
         sizes = [sizes for _, sizes in batches]
         columns = [
             self.join([([part[key] for part in parts], of) for parts, of in zip(items, sizes, strict=True)],
@@ -112,7 +114,7 @@ class Joiner:
         if alike:
             return [parts[0] for parts, _ in batches]
         shown = " and ".join(map(str, [first, *others[:1]])) if not isinstance(first, Tensor) else "an integer tensor"
-        raise _Unknown(f"is {shown} in parts of {' and '.join(f'{num:g}' for num in sizes[:2])} samples")
+        raise Unknown(f"is {shown} in parts of {' and '.join(f'{num:g}' for num in sizes[:2])} samples")
 
 
 class ResultStructure:

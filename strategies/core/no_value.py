@@ -4,19 +4,16 @@
 rank may be too few for a value (R2Score needs two samples); whoever logs the metric itself does not ask for it.
 """
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchmetrics import Metric
 from typing_extensions import override
 
 from .errors import ConfigError
-from .module_checks import is_metric
 from .patching import replaced
 
 
@@ -25,50 +22,47 @@ class NoValueError(ConfigError):
 
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.detach, Tensor.clone, Tensor.__deepcopy__)
+_properties: Any = Tensor
+_ASKED = (
+    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference,
+    *(getattr(_properties, name).__get__ for name in ("device", "is_meta", "requires_grad", "_version")),
+)  # fmt: skip
+"""What is asked of a tensor that is only moved, or kept."""
 
 
 class NoValue(Tensor):
-    """Stands for the value of a part of a batch that can't be computed; it may be moved, but using it raises."""
+    """Stands for a value that isn't known, or not yet; it may be moved, but using it raises until it is `known`."""
 
     reason = ""
+    error: type[ConfigError] = NoValueError
+    known: Any = None
 
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        unknown = [one for one in tree_leaves((args, kwargs)) if isinstance(one, NoValue) and one.known is None]
+        if not unknown:
+            args, kwargs = tree_map_only(NoValue, known, (args, kwargs or {}))
+            return func(*args, **kwargs)
         if func in _MOVES:
             return args[0]
-        if func in (Tensor.is_floating_point, Tensor.is_complex):  # asked before a move
-            return False
-        reason = next(arg.reason for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, NoValue))
-        raise NoValueError(reason)
+        if func in _ASKED:
+            return func(torch.zeros(()))
+        raise unknown[0].error(unknown[0].reason)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("items", "keys", "get"):  # of a metric that returns several values
+            raise self.error(self.reason)
+        raise AttributeError(name)
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"NoValue({self.reason})"
 
 
-def empty_copy(metric: nn.Module, memo: dict[int, Any] | None = None) -> Any:
-    """Copy a metric or a collection, and those in it, without what they have counted, which may have a graph.
-
-    Hooks stay, too: a metric that has buffers of its own is a part of a stage, which watches it.
-
-    Args:
-        memo: of `copy.deepcopy`: what several metrics share, their copies share.
-    """
-    with ExitStack() as stack:
-        for part in metric.modules():
-            states = dict(part._defaults) if is_metric(part) else {}
-            if states:
-                states |= {"_computed": None, "_forward_cache": None}
-            states |= {"_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
-            for name, empty in states.items():
-                stack.enter_context(replaced(part, name, empty))
-        made: Any = copy.deepcopy(metric, memo)
-    made.reset()
-    if isinstance(made, MetricCollection):  # every member keeps its own state, which is merged
-        made._enable_compute_groups = False
-        made._groups_checked = False
-    return made
+def known(value: Any) -> Any:
+    """What a `NoValue` stands for, as far as it is known."""
+    return value if not isinstance(value, NoValue) or value.known is None else value.known
 
 
 def part_value(metric: Metric, forward: Callable[..., Any], keep: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +97,8 @@ def part_value(metric: Metric, forward: Callable[..., Any], keep: Any, /, *args:
             return no_value(str(exc))
 
 
-def no_value(reason: str) -> NoValue:
-    """Make a `NoValue` that gives a reason."""
+def no_value(reason: str, error: type[ConfigError] = NoValueError) -> NoValue:
+    """Make a `NoValue` that raises an error with a reason."""
     value = torch.zeros(()).as_subclass(NoValue)
-    value.reason = reason
+    value.reason, value.error = reason, error
     return value

@@ -34,7 +34,7 @@ def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False)
     ]
-    metrics = [(metric, _metric_state(metric)) for metric in metrics_of(module)]
+    metrics = [(metric, metric_state(metric)) for metric in metrics_of(module)]
     lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
     try:
         logs = map(module_log, lightning_modules(module))
@@ -84,7 +84,8 @@ def _contents(values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
                 yield from _contents(value)
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """A copy of what a metric has counted, by the names of its attributes."""
     kinds = (int, float, Tensor, set)  # of wrappers, and what it was given
     others = [name for name, value in vars(metric).items() if isinstance(value, kinds)]
     values = {name: getattr(metric, name) for name in (*metric._defaults, *others, "_computed", "_forward_cache")}

@@ -85,7 +85,7 @@ class RankStep(StepContract):
         self._strategy.layout.reader = self.reader = LossReader(name)
         if plans and weighs:
             self.reader.take(plans[0], self._module)
-        self.metrics.begin(num_ranks == 1, not self._strategy.layout.cut_by, self._part)
+        self.metrics.begin(num_ranks == 1, self._part)
         self._count_ranks(num_ranks)
 
     def _count_ranks(self, num_ranks: int) -> None:

@@ -264,6 +264,7 @@ class ReplicaLayout(Layout):
         results = self.structures.of_results("submodule")
         sizes = results.unequal(self._sizes(num))
         outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
+        self.runner.logs.replay(sizes)
         return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:

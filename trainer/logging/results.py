@@ -101,9 +101,7 @@ class LeanResults(_ResultCollection):
         value = self._floating(recursive_detach(value), meta)
         series = self._series(key, meta, value)
         self.logs_steps = self.logs_steps or by_step
-        if syncs and by_step and isinstance(value, Metric) and (steps := self.metric_steps) is not None:
-            if value._forward_cache is not None:
-                steps.verify_whole(name)
+        if syncs and by_step and isinstance(value, Metric) and self.metric_steps is not None:
             self.shares_steps = True
         waits = syncs and by_step and not self.training and self.ranks is not None
         self.waits_for_epoch |= waits

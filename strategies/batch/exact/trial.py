@@ -20,8 +20,9 @@ from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, recei
 from ...core.patching import Replacement, hooks_of
 from ...core.types import Batch
 from ...core.untraced_step import trial_step
-from ..losses import weight_in
-from ..part_metrics import OfParts, outermost_metrics
+from ..losses import is_loss, weight_in
+from ..part_metrics import PartMetrics
+from ..results import combine
 from ..samples import seeded
 from ..whole.gathering import SimulatedRanks, simulating
 from ..whole.meeting import Combine, Meeting, seat
@@ -47,12 +48,14 @@ class Ran(Seen):
         unused: whether a parameter that is trained took no part in a loss.
         weight: the `loss_weight` that it returned.
         written: what it has changed in the module, by name.
+        given: of the first part, what metrics were given of all.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
     unused: bool = False
     weight: Any = None
     written: dict[str, Written] = field(default_factory=dict[str, Written])
+    given: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
 
 @dataclass
@@ -91,9 +94,12 @@ class Trial:
         found = [Ran(num) for num, _ in parts]
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
 
-        def here() -> Ran:
+        def number() -> int:
             place = seat()
-            return found[0 if place is None else place.part]
+            return 0 if place is None else place.part
+
+        def here() -> Ran:
+            return found[number()]
 
         def backward(loss: Tensor) -> None:
             here().losses.append(loss)
@@ -136,13 +142,15 @@ class Trial:
                 one.put()
             if not module.automatic_optimization:
                 _hold_optimizers(module, backward, stack)
-            for metric in outermost_metrics(list(module.children())) if len(parts) > 1 and not self.of_ranks else ():
-                samples = lambda: (here().num, places[-1])  # noqa: E731  # as short as its use
-                stack.callback(OfParts(metric, samples, self.strategy).remove)
+            sizes = [num for num, _ in parts]
+            metrics = PartMetrics(module, [self.device] * len(parts), self.strategy, number)
+            stack.callback(metrics.close)
             pieces = [Piece(self.device, f"{num} samples", partial(run, batch)) for num, batch in parts]
-            with _Parts(self, pieces, [num for num, _ in parts], state) as meeting:
+            recording = nullcontext() if self.of_ranks else metrics.recording(sizes, notes=True)
+            with recording, _Parts(self, pieces, sizes, state) as meeting:
                 for part in meeting.pieces:
                     part.call()
+            found[0].given = metrics.replay(partial(_mean_loss, found))
         return found
 
 
@@ -182,6 +190,14 @@ class _OneRank(TorchDispatchMode):
     @override
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def _mean_loss(steps: Sequence[Ran], values: Sequence[Any], parts: Sequence[int]) -> Any:
+    """The mean of the losses of parts, if values are these."""
+    pairs = zip(values, (steps[part].losses for part in parts), strict=True)
+    if len(parts) < len(steps) or not all(any(is_loss(value, loss) for loss in losses) for value, losses in pairs):
+        return None
+    return combine(values, [step.num for step in steps])
 
 
 def _hooks(module: nn.Module) -> list[int]:

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
+from ...core.no_value import NoValue
 
 Site = tuple[Any, ...]
 """An operation's name, the lines of code that called it, and how many such calls were before it in the step."""
@@ -436,7 +437,9 @@ class Comparison:
         found, unknown = dict[str, Program](), list[str]()
         for name, value in self.whole.tape.logged.items():
             is_everywhere = all(name in part.tape.logged for part in self.parts)
-            if name == RETURNED or value.number is None or not is_everywhere or self._is_mean(name):
+            if name == RETURNED or value.number is None or not is_everywhere or self._is_of_metric(name):
+                continue
+            if self._is_mean(name):
                 continue
             program = self.program(name)
             if program is None:
@@ -444,6 +447,10 @@ class Comparison:
             else:
                 found[name] = program
         return found, unknown
+
+    def _is_of_metric(self, name: str) -> bool:
+        """Whether parts log what a metric returns once it has been given the whole batch."""
+        return isinstance(self.parts[0].tape.logged[name].value, NoValue)
 
     def _is_mean(self, name: str) -> bool:
         """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""

@@ -23,6 +23,7 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
@@ -208,6 +209,7 @@ class Verifier:
         whole, parts = self._runs(total, piece)
         seen = Comparison(whole, parts)
         if not self._trains:
+            self._verify_given(whole, parts[0].given, piece)
             return self._compare_values(seen, whole, piece, verdict)
         if not whole.losses:
             raise Cannot("training_step returned no loss")
@@ -243,8 +245,21 @@ class Verifier:
         verdict.plans, verdict.unused = plans, verdict.unused or whole.unused
         if not verdict.refusal:
             self._compare_written([whole, *parts], piece, verdict)
+            self._verify_given(whole, parts[0].given, piece)
         self._compare_values(seen, whole, piece, verdict)
         return None
+
+    def _verify_given(self, whole: Ran, given: dict[Any, Any], piece: MakesBatch) -> None:
+        """Refuse parts that don't give metrics what the whole batch does; their losses are known to."""
+        parameters = _small_parameters(self._module)
+        for key, joined in given.items():
+            if not _are_alike(whole.given.get(key), joined, whole.losses, parameters):
+                (again,) = self._trial.run(piece, 0, whole.num, seed=2)
+                if _are_alike(whole.given.get(key), again.given.get(key), [], parameters):  # and is not random
+                    raise PartsDiffer(
+                        f"{self._name}: {self._trial.step} gives a metric other values in parts of a batch. Give it "
+                        "tensors with rows of samples, or call it in training_step_end or in an epoch hook"
+                    )
 
     def _compare_values(self, seen: Comparison, whole: Ran, piece: MakesBatch, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
@@ -416,6 +431,18 @@ def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
     trained = sorted((p for p in module.parameters() if p.requires_grad), key=nn.Parameter.numel)
     sums = itertools.accumulate(p.numel() for p in trained)
     return [p for i, (p, total) in enumerate(zip(trained, sums, strict=True)) if not i or total <= _MOST_ELEMENTS]
+
+
+def _are_alike(one: Any, other: Any, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    """Whether two calls give a metric the same tensors and numbers, but for what is one of some losses."""
+    pairs = itertools.zip_longest(tree_leaves(one), tree_leaves(other))
+    for a, b in pairs if one is not None else ():
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
+            if not any(is_loss(a, loss) for loss in losses) and unlike(a, b, _tolerance(a, parameters)):
+                return False
+        elif isinstance(a, (Tensor, int, float)) and unlike(a, b):
+            return False
+    return one is not None
 
 
 def _tolerance(loss: Tensor, parameters: Sequence[Tensor]) -> float:

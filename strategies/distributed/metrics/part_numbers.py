@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ...core.errors import ConfigError
-from ...core.patching import replaced
+from ...core.patching import Replacement, replaced
 from .states import Sent
 
 GIVEN = "given_per_part"
@@ -47,7 +47,10 @@ class WeighedUpdate:
     def __get__(self, metric: Any, kind: type[Metric]) -> Any:
         if metric is None or "update" not in vars(metric):  # one that is being made wraps the method of its class
             return self.own.__get__(metric)
-        return partial(self._update, metric, vars(metric)["update"])
+        own = vars(metric)["update"]
+        if isinstance(own, Replacement):
+            return partial(own.call, partial(self._update, metric, own.own))
+        return partial(self._update, metric, own)
 
     def __set__(self, metric: Any, update: Callable[..., None]) -> None:
         vars(metric)["update"] = update

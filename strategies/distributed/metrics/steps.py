@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, part_value
 from ...core.patching import replaced
@@ -21,14 +20,9 @@ from .states import Sent, combined_states
 
 
 class MetricSteps:
-    """Keeps the states of every metric whose `forward` is called in a step.
+    """Keeps the states of every metric whose `forward` is called in a step."""
 
-    Args:
-        whole: whether a step calls a metric once, with all samples of this rank; not so with replicas or micro-batches.
-    """
-
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self) -> None:
         self._states: dict[int, Sent] = {}
         self._keeps: set[int] = set()
         self._open: set[int] = set()
@@ -54,19 +48,6 @@ class MetricSteps:
     def recorded(self, metric: Metric) -> bool:
         """Whether the step has called `forward` of a metric, and the metric keeps its value (Running does not)."""
         return id(metric) in self._keeps
-
-    def verify_whole(self, name: str) -> None:
-        """Refuse to compute the values of steps that call copies of a metric, each with a part of the samples.
-
-        Args:
-            name: name under which the metric is logged.
-        """
-        if not self.whole:
-            raise ConfigError(
-                f"self.log({name!r}, <a metric>, on_step=True, sync_dist=True): the value of a global batch can't be "
-                "computed where a rank calls its metric once per device or micro-batch. Log it with on_step=False, or "
-                "use one device per process and no micro-batches."
-            )
 
     def states(self, metric: Metric) -> list[Sent]:
         """The states of a metric that the step has called, and of the metrics in it, for this rank's part of it."""

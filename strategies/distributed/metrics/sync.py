@@ -134,18 +134,17 @@ class RunMetrics:
     """
 
     def __init__(self) -> None:
-        self.sync, self.steps, self._replaced = MetricSync(), MetricSteps(True), ExitStack()
+        self.sync, self.steps, self._replaced = MetricSync(), MetricSteps(), ExitStack()
 
-    def begin(self, alone: bool, whole: bool, part: Callable[[], Part]) -> None:
+    def begin(self, alone: bool, part: Callable[[], Part]) -> None:
         """Take the place of the metrics' own methods.
 
         Args:
             alone: whether every rank's metrics see the samples of all.
-            whole: whether a step calls a metric once, with all samples of this rank.
             part: returns this rank's part of the batch in process.
         """
         self.end()
-        self.sync, self.steps, kinds = MetricSync(alone), MetricSteps(whole), _metric_classes()
+        self.sync, self.steps, kinds = MetricSync(alone), MetricSteps(), _metric_classes()
         methods = [*self.sync.methods(kinds), *self.steps.methods(kinds), *weighed_updates(kinds, part)]
         for kind, name, method in methods:
             self._replaced.enter_context(replaced(kind, name, method))

@@ -1,4 +1,4 @@
-"""Metrics of metrics, and metrics whose states can't be merged, are one device's under replicas and micro-batches."""
+"""Metrics are one device's under replicas and micro-batches, whatever their states are and is asked of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -377,6 +377,104 @@ def test_metrics_that_need_more_than_a_part_of_a_batch_are_one_devices(make: Any
         make_trainer(case, used, devices=devices).fit(module, DataLoader(list(case.loader().dataset)[:15], 5))  # type: ignore[arg-type]
         found.append(module.values)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10, equal_nan=True)
+
+
+class Forwards(Net):
+    """Logs, returns and keeps what metrics return, and calls one only where it has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = tm.AUROC("multiclass", num_classes=CLASSES)
+        self.both = tm.MetricCollection({"p": precision(), "r": recall()}, prefix="of_")
+        self.some, self.mean, self.largest = accuracy(), tm.MeanMetric(), tm.MaxMetric()
+        self.outs: list[Any] = []
+        self.values: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        out, y = self(batch[0]), batch[1]
+        value = self.auroc(out, y)
+        self.log("auroc", value, on_step=True, on_epoch=True)
+        counts = y > 0
+        loss = (nn.functional.cross_entropy(out, y, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+        self.mean(loss)
+        self.largest.update(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        if (y > 1).any():
+            self.some(out[y > 1], y[y > 1])
+        return {"loss": loss, "auroc": value}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+        self.values.append({name: float(value) for name, value in outputs.items()})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        out, y = self(batch[0]), batch[1]
+        value = self.auroc(out, y)
+        self.log_dict(self.both(out, y))
+        self.outs.append(value)
+        return {"auroc": value}
+
+    def on_validation_epoch_end(self) -> None:
+        self.values.append([float(value) for value in self.outs])
+        self.outs.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.values += [float(metric.compute()) for metric in (self.some, self.largest)]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_metrics_return_in_parts_is_the_batchs(
+    strategy: Any, devices: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AUROC took the logits of a part of one sample for probabilities, in silence."""
+    found: list[Any] = []
+    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        case, module = Case(num=11), Forwards().double()
+        make_trainer(case, used, devices=num).fit(module, case.loader(), case.loader())
+        found.append(module.values)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
+    assert "whole batches" not in caplog.text
+
+
+class Computes(Net):
+    """Computes with what a metric returns, in whatever way."""
+
+    def __init__(self, use: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.metric, self.use = accuracy(), use
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        used = self.use(self.metric(self(batch[0]), batch[1]))
+        self.log("used", float(used))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("use", [lambda v: v + 1, lambda v: v.item(), lambda v: v > 0.5, torch.sqrt])
+def test_a_step_that_computes_with_a_metrics_value_gets_whole_batches(
+    use: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[float] = []
+    for used, num in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        module = Computes(use).double()
+        trainer = make_trainer(Case(num=10), used, devices=num)
+        found.append(trainer.validate(module, Case(num=10).loader(), verbose=False)[0]["used"])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    told = (
+        "dp: MulticlassAccuracy has a value of the whole batch only, which the step uses. So validation_step gets whole"
+    )
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given", [lambda out: out.sum(0), lambda out: out[:, 0].median()], ids=["sums", "a number of parts"]
+)
+def test_what_parts_give_a_metric_otherwise_gets_whole_batches(given: Any) -> None:
+    args = tm.CatMetric, lambda out, y, loss: (given(out),), False
+    expected, found = measured(SingleDeviceStrategy(), 1, *args), measured(DataParallelStrategy(), 3, *args)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -148,24 +148,29 @@ class EachDevice(Net):
     def __init__(self) -> None:
         super().__init__()
         self.spread = Spread().set_dtype(torch.float64)
+        self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.spread(batch[0][:, 0])
         self.log("spread", self.spread, on_step=True, on_epoch=True, sync_dist=True)
         return super().training_step(batch, batch_idx)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["spread_step"]))
 
-def _fit_two_devices_each() -> int:
-    module = EachDevice()
+
+def _fit_two_devices_each(num_ranks: int) -> list[float]:
+    module: Any = EachDevice()
     strategy = DDPStrategy(batch_size_is="global", timeout_s=120, devices_per_process=2)
-    trainer = quiet_trainer(strategy, 4, max_epochs=1)
-    with pytest.raises(ValueError, match="the value of a global batch can't be computed where a rank calls its metric"):
-        trainer.fit(module, DataLoader(Numbered(12), 4))
-    return trainer.global_step
+    trainer = quiet_trainer(strategy if num_ranks > 1 else SingleDeviceStrategy(), 2 * num_ranks - num_ranks % 2)
+    trainer.fit(module, DataLoader(Numbered(11), 4))
+    return module.seen
 
 
-def test_metrics_that_a_rank_calls_once_per_device_are_refused_by_name() -> None:
-    assert run_ranks(_fit_two_devices_each, 2) == [0, 0]
+def test_step_values_of_ranks_with_two_devices_each_are_those_of_the_global_batch() -> None:
+    expected = _fit_two_devices_each(1)
+    for found in run_ranks(_fit_two_devices_each, 2, 2):
+        assert found == pytest.approx(expected, abs=1e-10)
 
 
 class Forwards(Net):

@@ -148,7 +148,7 @@ def _exchange() -> dict[str, Any]:
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     rank = torch.distributed.get_rank()
     metrics = RunMetrics()
-    metrics.begin(False, True, lambda: (1.0, False, ""))
+    metrics.begin(False, lambda: (1.0, False, ""))
     found: dict[str, Any] = {}
     tuples = Tuples()
     for index in ([0, 1, 2], [3])[rank]:
@@ -190,7 +190,7 @@ def _correlations(num_outputs: int) -> list[Tensor]:
         x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
     torch.distributed.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=20))
     run = RunMetrics()
-    run.begin(False, True, lambda: (1.0, False, ""))
+    run.begin(False, lambda: (1.0, False, ""))
     try:
         metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
         for metric in metrics:
