@@ -53,7 +53,6 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
             if not is_out_of_memory(exc):
                 raise
             fit = False
-        del trainer
         gc.collect()
         release_cached_memory()
         logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")

@@ -64,7 +64,7 @@ class Plain(pl.LightningModule):
         self.orders.append([])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.layers(batch).sum()
+        return self.layers(batch).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -94,7 +94,7 @@ class Drawing(Plain):
     """Draws random numbers, once."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return nn.functional.dropout(self.layers(batch), 0.5).sum()
+        return nn.functional.dropout(self.layers(batch), 0.5).mean()
 
 
 def test_random_numbers_alone_are_no_reason_to_run_in_order() -> None:
@@ -120,7 +120,7 @@ class Collecting(Plain):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.kept.append(self.layers[0](batch))
-        loss = self.layers[1](self.kept[-1]).sum()
+        loss = self.layers[1](self.kept[-1]).mean()
         self.kept.clear()
         return loss
 
@@ -151,7 +151,7 @@ class DrawingAgain(Plain):
             return self.layers[1](nn.functional.dropout(self.layers[0](x), 0.5))
 
         scored: Any = checkpoint(scores, batch, use_reentrant=False)
-        return scored.sum()
+        return scored.mean()
 
     def tell(self, stage: int, microbatch: int, phase: str) -> None:
         seen = [task for task in self.orders[-1] if task[1:] == str(microbatch)]
