@@ -27,7 +27,6 @@ from ..core.untraced_step import metric_state
 from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
 from .tree import Path, is_array
 
-_KINDS = (Metric, MetricCollection)
 _METHODS = ("update", "forward", "compute", "reset")
 
 WholeLoss = Callable[[Sequence[Any], Sequence[int]], Any]

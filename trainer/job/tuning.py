@@ -53,7 +53,7 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
             if not is_out_of_memory(exc):
                 raise
             fit = False
-        gc.collect()
+        gc.collect()  # the trainer stays until the next attempt has ended: room for what a run holds beside its steps
         release_cached_memory()
         logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")
         return fit
