@@ -1,12 +1,9 @@
 """Train with a copy of the module per device in one process, cutting every batch among them."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import pytorch_lightning as pl
 import torch
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from .batch.batch_dims import BatchDims
@@ -21,8 +18,6 @@ from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
-from .sharding.device_shards import DeviceShards
-from .sharding.optimizer_shards import CutStates
 
 
 class DataParallelStrategy(OneProcessStrategy):
@@ -46,7 +41,6 @@ class DataParallelStrategy(OneProcessStrategy):
         model_parallel_size: number of devices of each replica, which is cut across them into stages.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
-        shard_optimizer: cut the optimizers' state over the devices (ZeRO, stage 1): each updates some parameters.
         verify: as in `DDPStrategy`.
         global_view: give a module that trains otherwise in parts of a batch, or whose batches can't be cut, whole ones,
             on the first device alone (`auto`); False refuses it.
@@ -68,7 +62,6 @@ class DataParallelStrategy(OneProcessStrategy):
         batch_dims: BatchDims | None = None,
         model_parallel_size: Count = 1,
         recompute: RecomputeOption = "never",
-        shard_optimizer: bool = False,
         verify: bool = True,
         global_view: OrWhole = "auto",
     ) -> None:
@@ -77,8 +70,6 @@ class DataParallelStrategy(OneProcessStrategy):
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)
-        self.shard_optimizer = shard_optimizer
-        self._cut_states = CutStates()
 
     @override
     def new_layout(self) -> Layout:
@@ -97,32 +88,9 @@ class DataParallelStrategy(OneProcessStrategy):
             verify_submodules(option, [name], trainer.lightning_module)
         if self.recompute.is_on:
             verify_threads(self.process_devices, self.replica_options.threads, self.strategy_name)
-        if self.shard_optimizer and self.model_parallel_size > 1:
-            raise ConfigError(
-                f"dp: shard_optimizer=true was given with model_parallel_size={self.model_parallel_size}, where each "
-                "stage's device has its part already. Set shard_optimizer=false."
-            )
         self.recompute.begin(trainer)
         drop_layout(self)  # the policy may be another one than in an earlier run
         super().setup(trainer)
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._cut_states = CutStates()
-        if self.shard_optimizer and len(self.process_devices) > 1:
-            part = partial(DeviceShards, devices=self.process_devices, strategy=self.strategy_name)
-            self._cut_states.cut(self.optimizers, self.strategy_name, part)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        whole = self._cut_states.state(optimizer)
-        return super().optimizer_state(optimizer) if whole is None else whole
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._cut_states.take()
 
     @override
     def teardown(self) -> None:

@@ -48,7 +48,10 @@ _ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 _RENAMED = {"verify_loss": "verify"}
 """Options of earlier versions by their present names."""
 
-_GONE = {"loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found."}
+_GONE = {
+    "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
+    "shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
+}
 """Options of earlier versions, and what to do without them."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -76,7 +79,9 @@ def checked(init: Init) -> Init:
     def checked_init(self: Any, *args: Any, **options: Any) -> None:
         options = {_RENAMED.get(name, name): value for name, value in options.items()}
         hints, before = hints_of(init), getattr(self, "strategy_name", type(self).__name__)
-        for name in options.keys() & _GONE.keys():
+        for name in _GONE.keys() & options.keys():
+            if any(name in inspect.signature(kind.__init__).parameters for kind in type(self).__mro__):
+                continue
             raise ConfigError(f"{before}: {name} is no longer there. {_GONE[name]}")
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")

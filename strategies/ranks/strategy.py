@@ -31,7 +31,7 @@ from ..core.internals import callbacks_of
 from ..core.loop_contract import run_backward
 from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
-from ..core.optimizer_states import load_states, state_to_parameters
+from ..core.optimizer_states import load_states, state_to_parameters, unwrapped
 from ..core.options import Positive, checked
 from ..core.patching import replaced
 from ..core.rng import random_state, seed_rank, set_random_state
@@ -51,7 +51,7 @@ from ..pipeline.layout import StageLayout
 from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
-from ..sharding.optimizer_shards import CutStates, OptimizerShards
+from ..sharding.optimizer_shards import OptimizerShards, verify_elementwise
 from .deciders import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep, recompute_weights
@@ -132,7 +132,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._num_ranks: int | None = None
         self._deciders = ExitStack()
         self._loaders: RankLoaders | None = None
-        self._cut_states = CutStates()
+        self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
         self.whole_steps = WholeSteps(self.strategy_name)
 
     def _allow_view(self, view: GlobalView, whole: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
@@ -450,9 +450,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.num_together > 1:
             self.contract.agreement.begin(self.optimizers)
         if self.shard_optimizer and self.num_together > 1:
-            rank, num = self.global_rank, self.num_together
-            part = partial(OptimizerShards, rank=rank, num_ranks=num, gather=partial(gather_objects, only_first=True))
-            self._cut_states.cut(self.optimizers, self.strategy_name, part)
+            verify_elementwise(self.optimizers, self.strategy_name)
+            rank, num, gather = self.global_rank, self.num_together, partial(gather_objects, only_first=True)
+            self._optimizer_shards = {own: OptimizerShards(own, rank, num, gather) for own in self.optimizers}
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -565,8 +565,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = self._cut_states.state(optimizer)
-        return super().optimizer_state(optimizer) if state is None else state
+        shards = self._optimizer_shards.get(unwrapped(optimizer))
+        return super().optimizer_state(optimizer) if shards is None else shards.whole_state()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -582,4 +582,5 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         load_states(self.optimizers, checkpoint)
-        self._cut_states.take()
+        for shards in self._optimizer_shards.values():
+            shards.take_state()

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from ..core.devices import buckets
 from ..core.errors import ConfigError
-from ..core.optimizer_states import before_update, unwrapped
+from ..core.optimizer_states import before_update
 from .whole import broadcast_together
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -46,89 +45,24 @@ def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
     return found
 
 
-class OwnPart:
-    """Restricts an optimizer's step to the parameters of one owner.
+def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
+    """Refuse optimizers whose update of a parameter may depend on other parameters.
 
     Args:
-        optimizer: of one of the classes `ELEMENTWISE`.
-        owner: this owner.
-        num_owners: number of owners.
+        strategy: name that begins messages.
     """
-
-    def __init__(self, optimizer: Optimizer, owner: int, num_owners: int) -> None:
-        self._optimizer, self._rank = optimizer, owner
-        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self._owners = owners(self._parameters, num_owners)
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
-        before_update(optimizer, self._hide)
-        optimizer.register_step_post_hook(self._after_step)
-
-    def whole_state(self) -> dict[str, Any]:
-        """The optimizer's `state_dict`, with the state of all owners; every rank must call it."""
-        raise NotImplementedError
-
-    def take_state(self) -> None:
-        """Keep this owner's part of a whole state that was loaded into the optimizer, or give each owner its part."""
-        raise NotImplementedError
-
-    def _update_others(self) -> None:
-        """Bring the parameters of other owners up to date, after this one's."""
-        raise NotImplementedError
-
-    def _after_step(self, *_: Any) -> None:
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
-        self._update_others()
-
-    def _hide(self) -> None:
-        """Hide the gradients of other owners' parameters, after the closure has clipped and called hooks."""
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if owner != self._rank:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ConfigError(
+                f"{strategy}: shard_optimizer=true updates each parameter on one rank alone, which is known to be "
+                f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set "
+                "shard_optimizer=false."
+            )
 
 
-class CutStates:
-    """The parts of the optimizers of a strategy, by optimizer; none where each optimizer has its whole state."""
-
-    def __init__(self) -> None:
-        self._parts: dict[Optimizer, OwnPart] = {}
-
-    def cut(self, optimizers: Iterable[Optimizer], strategy: str, part: Callable[[Optimizer], OwnPart]) -> None:
-        """Cut the state of optimizers.
-
-        Args:
-            strategy: name that begins messages.
-            part: makes the part of an optimizer.
-
-        Raises:
-            ConfigError: the update of a parameter may depend on other parameters.
-        """
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            if type(optimizer) not in ELEMENTWISE:
-                names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-                raise ConfigError(
-                    f"{strategy}: shard_optimizer=true updates each parameter on one rank alone, which is known to be "
-                    f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set "
-                    "shard_optimizer=false."
-                )
-        self._parts = {optimizer: part(optimizer) for optimizer in optimizers}
-
-    def state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """The whole state of an optimizer, perhaps a wrapped one; None if it is not cut."""
-        part = self._parts.get(unwrapped(optimizer))
-        return None if part is None else part.whole_state()
-
-    def take(self) -> None:
-        """Cut the states that were loaded."""
-        for part in self._parts.values():
-            part.take_state()
-
-
-class OptimizerShards(OwnPart):
-    """The part of an optimizer's state that this rank keeps.
+class OptimizerShards:
+    """Restricts an optimizer's step to the parameters that this rank owns, of which alone it keeps state.
 
     Args:
         optimizer: of one of the classes `ELEMENTWISE`.
@@ -138,18 +72,20 @@ class OptimizerShards(OwnPart):
     """
 
     def __init__(self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any]]) -> None:
-        self._gather = gather
-        super().__init__(optimizer, rank, num_ranks)
+        self._optimizer, self._rank, self._gather = optimizer, rank, gather
+        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._owners = owners(self._parameters, num_ranks)
+        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        before_update(optimizer, self._hide)
+        optimizer.register_step_post_hook(self._after_step)
         self.take_state()
 
-    @override
     def take_state(self) -> None:
         """Forget the state of parameters that other ranks update."""
         for parameter, owner in zip(self._parameters, self._owners, strict=True):
             if owner != self._rank:
                 self._optimizer.state.pop(parameter, None)
 
-    @override
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's whole `state_dict` on rank 0, and this rank's part on the others; every rank must call it."""
         found = self._optimizer.state_dict()
@@ -160,10 +96,19 @@ class OptimizerShards(OwnPart):
         found["state"] = dict(sorted(found["state"].items()))
         return found
 
-    @override
     @torch.no_grad()
-    def _update_others(self) -> None:
+    def _after_step(self, *_: Any) -> None:
         """Send each rank's parameters to the others."""
+        while self._hidden:
+            parameter, gradient = self._hidden.pop()
+            parameter.grad = gradient
         for rank in sorted({*self._owners}):
             tensors = [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner == rank]
             broadcast_together(tensors, BUCKET_BYTES, rank)
+
+    def _hide(self) -> None:
+        """Hide the gradients of other ranks' parameters, after the closure has clipped and called hooks."""
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if owner != self._rank:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None

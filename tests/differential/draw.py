@@ -176,9 +176,7 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
     "recompute": st.sampled_from(
         [Spread(options=RECOMPUTED), Spread("dp", 2, RECOMPUTED), Spread("ddp", 2, (*RANKS, *RECOMPUTED))]
     ),
-    "shard_optimizer": st.sampled_from(
-        [Spread("dp", 2, SHARDED), Spread("dp", 3, SHARDED), Spread("ddp", 2, (*RANKS, *SHARDED))]
-    ),
+    "shard_optimizer": st.sampled_from([Spread("ddp", 2, (*RANKS, *SHARDED)), Spread("ddp", 3, (*RANKS, *SHARDED))]),
     "ddp_model_parallel": st.just(
         Spread("ddp_model_parallel", 4, (*RANKS, ("model_parallel_size", 2), ("num_microbatches", 2)))
     ),

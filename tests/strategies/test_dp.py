@@ -563,6 +563,7 @@ class Manual(Net):
         (VectorLoss, DataParallelStrategy, {}, r"returned a loss of shape \(2,\) for a chunk of 2 samples"),
         (Manual, DataParallelStrategy, {"submodule": "net"}, "dp: manual optimization .* Use strategy=ddp"),
         (Net, DataParallelStrategy, {"loss_reduction": "sum"}, "dp: loss_reduction is no longer there. Leave it out"),
+        (Net, BalancedDataParallelStrategy, {"shard_optimizer": True}, "shard_optimizer is no longer there. Choose s"),
         (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
         (Net, BalancedDataParallelStrategy, {"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),

@@ -21,7 +21,6 @@ def balanced(**policy: Any) -> Callable[..., Any]:
 
 PLANS: dict[str, Plan] = {
     **{f"dp-{num}": (num, DataParallelStrategy) for num in range(1, 5)},
-    "dp-3-shard_optimizer": (3, partial(DataParallelStrategy, shard_optimizer=True)),
     "dp-threads": (3, lambda **options: DataParallelStrategy(threads=True, **options)),
     "dp-of-stages-2x2": (4, partial(DataParallelStrategy, model_parallel_size=2)),
     "dp-of-stages-3x2-threads": (6, partial(DataParallelStrategy, model_parallel_size=2, threads=True)),

@@ -94,8 +94,6 @@ def composition_sentence(exc: Exception, source: Source, overrides: Sequence[str
 
 def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     """Say what a key that does not exist may have meant; overrides that choose files decide which keys exist."""
-    if key in GONE:
-        return f"{key} is no longer there. {GONE[key]}"
     groups = source.groups()
     chosen = [word for word in overrides if word.partition("=")[0] in groups and "," not in word.partition("=")[2]]
     cfg: Any = source.compose(chosen, return_hydra=True)
@@ -110,6 +108,8 @@ def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
     if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
         named = " and ".join(f"{group}={name}" for name in others)
         return f"{key} is not an option of {group}={chosen_one}, but of {named}."
+    if key in GONE:
+        return f"{key} is no longer there. {GONE[key]}"
     owner, _, last = key.rpartition(".")
     siblings = [name for of, _, name in (k.rpartition(".") for k in known) if owner and of == owner]
     if siblings:  # a long key is like any other of the same owner

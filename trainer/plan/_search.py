@@ -112,13 +112,13 @@ def planned(topology: Topology, batch: int, known: dict[int, list[StageMemory]])
     plans: list[DevicePlan] = []
     for copy, samples in enumerate(sizes):
         for memory in memory_of(topology, samples, known) if samples else idle:
-            if topology.num_owners > 1 and not (copy and topology.is_replicated):
+            if topology.num_owners > 1:
                 memory = with_owner(memory, copy)
             if not topology.is_replicated:
                 buckets = topology.buckets * memory.gradients
                 plans.append(device_plan(memory, len(plans), samples, buckets + memory.gathered, memory.peak + buckets))
             elif copy:
-                plans.append(with_state(replica(memory, len(plans), samples), memory, copy))
+                plans.append(replica(memory, len(plans), samples))
             else:  # the root holds the optimizer, and receives the other replicas' gradients
                 received = sum(size > 0 for size in sizes[1:]) * memory.gradients
                 peak = max(memory.peak, memory.static + memory.batch + received)
@@ -154,16 +154,6 @@ def replica(memory: StageMemory, device: int, samples: int) -> DevicePlan:
     forward = memory.forward_peak - memory.optimizer - memory.gradients
     peak = max(forward, memory.backward_peak - memory.optimizer)
     return device_plan(replace(memory, optimizer=0), device, samples, 0, peak)
-
-
-def with_state(plan: DevicePlan, memory: StageMemory, owner: int) -> DevicePlan:
-    """Plan a replica's device that keeps optimizer state, and updates its parameters in copies with their gradients."""
-    own = memory.owned[owner] if owner < len(memory.owned) else 0
-    if not own:
-        return plan
-    fraction = own / memory.optimizer
-    copies = round(fraction * (memory.parameters + memory.gradients + memory.update_extra))
-    return replace(plan, optimizer=own, peak=max(plan.peak + own, plan.parameters + own + copies))
 
 
 def largest_batch(

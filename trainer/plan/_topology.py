@@ -84,8 +84,7 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
         policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
-        owners = num_devices if strategy.shard_optimizer else 1
-        return Topology(name, num_devices, is_replicated=True, policy=policy, num_owners=owners)
+        return Topology(name, num_devices, is_replicated=True, policy=policy)
     if isinstance(strategy, ModelParallelStrategy):
         cut = strategy.stage_options
         return Topology(name, num_devices, num_devices, num_microbatches=cut.num_microbatches, schedule=cut.schedule)

@@ -52,7 +52,7 @@ def _spreads(given: Topology, batch: int, num_nodes: int) -> Iterator[tuple[dict
     yield {}, batch
     if devices * num_nodes == 1:
         return
-    if (given.num_ranks > 1 or given.is_replicated) and given.num_owners == 1 and given.num_shards == 1:
+    if given.num_ranks > 1 and given.num_owners == given.num_shards == 1:
         yield {"shard_optimizer": True}, batch
     if given.num_shards == 1:
         per_rank = given.is_per_rank and given.num_ranks > 1 and given.num_stages == 1

@@ -107,7 +107,7 @@ def differing(*files: str) -> set[str]:
     return {key for key, texts in found.items() if len(texts) > 1}
 
 
-DIFFERING = {"weights", "hysteresis", "find_unused_parameters", "batch_dims", "shard_optimizer", "cpu_offload"}
+DIFFERING = {"weights", "hysteresis", "find_unused_parameters", "batch_dims", "cpu_offload"}
 """Options whose meaning or default differs between strategies."""
 
 
@@ -130,7 +130,7 @@ def test_a_file_has_all_of_its_options() -> None:
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
         "submodule": None, "copy_frozen": False, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
-        "batch_dims": None, "model_parallel_size": 1, "recompute": "never", "shard_optimizer": False,
+        "batch_dims": None, "model_parallel_size": 1, "recompute": "never",
         "verify": True, "global_view": "auto",
     }  # fmt: skip
     best = PACKAGE.values("checkpoint/best")

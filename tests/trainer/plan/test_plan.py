@@ -343,16 +343,6 @@ def test_a_rank_keeps_the_optimizer_state_of_its_own_parameters(tmp_path: Path) 
     assert [device.peak for device in plan.devices] == [peak - WEIGHTS + 4 * 32, peak - WEIGHTS + 4 * 26]
 
 
-def test_replicas_keep_the_optimizer_state_of_their_own_parameters(tmp_path: Path) -> None:
-    without, found = (
-        plan_memory(small(tmp_path, "strategy=dp", "devices=2", f"strategy.shard_optimizer={cut}")).devices
-        for cut in ("false", "true")
-    )
-    assert [device.optimizer for device in without] == [WEIGHTS, 0]
-    assert [device.optimizer for device in found] == [4 * 32, 4 * 26]
-    assert [one.peak - other.peak for one, other in zip(found, without, strict=True)] == [4 * 32 - WEIGHTS, 4 * 26]
-
-
 def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
     step = StageMemory(
         parameters=10, gradients=9, batch=4, activations=100, forward_peak=130, backward_peak=150, update_peak=20
