@@ -2,11 +2,10 @@
 
 import atexit
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import NoReturn, cast
+from typing import cast
 
 import pytorch_lightning as pl
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work, distributed_c10d
 
 from ..core.devices import is_accelerator, precise_dtype, scalar
-from ..core.errors import ConfigError
 from ..core.patching import replaced
 from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
@@ -27,19 +25,9 @@ from ._store_watch import RANK_FAILED
 from .process_exit import leave_group
 from .reduction import all_reduce
 from .signed_store import secret_check, signed
-from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store, wait_for
-
-PATIENCE_S = 5.0
-"""Seconds at one place within a collective after which a rank counts as waiting for others."""
+from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store
 
 _num_runs = 0
-
-
-def _refuse_alone(rank: int, place: str, other: int, where: str) -> NoReturn:
-    raise ConfigError(
-        f"Rank {rank} uses a whole tensor of which each rank has a part, at {place}, but rank {other} is at {where}. "
-        "All ranks must make such a call: make it on every rank, and use what it returns on rank 0 only."
-    )
 
 
 class RankCoordinator:
@@ -238,30 +226,11 @@ class RankGroup:
             self.coordinator.wait(name)
 
     def verify_together(self) -> None:
-        """Refuse a call for which ranks need each other, where a line makes it for the first time on some ranks only.
-
-        Raises:
-            ConfigError: a rank is at another such call, or in a collective that waits for this rank.
-        """
+        """Wait for the other ranks where a line first makes a call for which ranks need each other."""
         place = place_of(sys._getframe(1)).partition(" (in ")[0]
-        if self.coordinator is None or place in self._verified:
-            return
-        self._verified.add(place)
-        monitor, deadline = self.coordinator.heartbeat, time.monotonic() + self.timeout_s
-        store, others = monitor.store, [rank for rank in range(monitor.num_ranks) if rank != monitor.rank]
-        store.set(f"together/{len(self._verified)}/{monitor.rank}", place)
-        keys = {f"together/{len(self._verified)}/{rank}": rank for rank in others}
-        before = monitor.beats(store)
-        while missing := [keys[key] for key in wait_for(store, keys, PATIENCE_S)]:
-            now = monitor.beats(store)
-            alive = all(now[rank].count > before[rank].count for rank in missing)
-            waits = all("distributed_c10d" in now[rank].place == before[rank].place for rank in missing)
-            if (alive and waits) or time.monotonic() > deadline:
-                _refuse_alone(monitor.rank, place, missing[0], now[missing[0]].place)
-            before = now
-        for key, rank in keys.items():
-            if (other := store.get(key).decode()) != place:
-                _refuse_alone(monitor.rank, place, rank, other)
+        if place not in self._verified:
+            self._verified.add(place)
+            self.wait(place)
 
     def fail(self, exception: BaseException) -> None:
         """Tell the other ranks why this one fails."""
