@@ -34,7 +34,6 @@ CANNOT_RUN = {
     ". .venv/bin/activate": "belongs to the line before",
     'pip install -c constraints.txt torch -e ".[examples]"': "needs a network",
     'pip install -c constraints.txt torch -e ".[test]"': "needs a network; .ci/run runs it",
-    'pip install -e ".[examples]"': "needs a network",
     'pip install torch==2.13.0 -e ".[test,third-party]"': "needs a network",
     'pip install torch==2.13.0 -e ".[test,zoo]"': "needs a network",
     'pip install -e ".[slurm]"': "needs a network",
@@ -61,7 +60,6 @@ CANNOT_RUN = {
     "PYTHONPATH=. python -m pytest -p evener.trainer -p no:xdist --timeout 150 tests_pytorch/loops": (
         "needs Lightning's own tests"
     ),
-    "python tests/libraries/libraries.py terratorch": "needs terratorch",
     "python tests/zoo/table.py docs/dev/zoo.md": "needs the packages of the extra zoo",
     "pip install --no-deps --no-build-isolation torch_linear_assignment": "needs a network",
     "pip install --no-deps torchvision==0.28.0 && tests/zoo/torchvision_on_cpu.sh": "needs a network",
