@@ -13,7 +13,6 @@ from pytorch_lightning.plugins import MixedPrecision
 from stage_modules import DEEP, DeepNet, SquareNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric
 
 from evener.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
@@ -123,31 +122,6 @@ class NormNet(Net):
 def test_no_micro_batch_of_one_sample_where_batches_are_normalised() -> None:
     # 3 samples in 3 micro-batches: 1 1 1 would fail; they are merged
     run(Case(NormNet, num=3, batch_size=3), ModelParallelStrategy(num_microbatches=3), devices=2)
-
-
-class Logs(Net):
-    """Logs in every way; and a metric object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean_y = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        self.log("n", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log("largest", x.max(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.mean_y.update(y)
-        self.log("y", self.mean_y, on_step=False, on_epoch=True)
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        return loss
-
-
-def test_logged_values_are_those_of_the_whole_batch() -> None:
-    case = Case(Logs)
-    found = run(case, ModelParallelStrategy(num_microbatches=3), devices=2)
-    assert_equal(found, baseline(case), 1e-10)
-    assert float(found.metrics["n"]) == 10.0
 
 
 def test_the_plan_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:

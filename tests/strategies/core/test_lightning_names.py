@@ -345,67 +345,6 @@ def test_lightning_cli_takes_classes_of_both_names(before: str, other: str, tmp_
     assert "evener.trainer.trainer ['ModelSummary', 'LambdaCallback', 'Count'] 4\n" in ended.stdout, ended.stderr
 
 
-SPREAD = """
-import multiprocessing, os, sys
-from evener.trainer import Trainer
-from evener.strategies import DDPStrategy
-import torch, written
-import lightning as L
-import pytorch_lightning as pl
-from torch.utils.data import DataLoader, Dataset
-
-
-class Looks(Dataset):
-    def __init__(self):
-        self.net, self.owner = written.Net(), os.getpid()
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        assert os.getpid() != self.owner
-        assert isinstance(self.net, L.LightningModule) and isinstance(self.net, pl.LightningModule)
-        return torch.full((4,), index / 6)
-
-
-class Ranked(written.Net):
-    def on_train_start(self):
-        assert isinstance(self, L.LightningModule) and isinstance(self, pl.LightningModule)
-        assert multiprocessing.parent_process() is not None
-
-
-if __name__ == "__main__":
-    what, method = sys.argv[1:]
-    quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=1)
-    if what == "workers":
-        trainer = Trainer(**quiet)
-        trainer.fit(written.Net(), DataLoader(Looks(), 3, num_workers=1, multiprocessing_context=method))
-    else:
-        trainer = Trainer(strategy=DDPStrategy(timeout_s=250, start_method=method), devices=2, **quiet)
-        trainer.fit(Ranked(), written.Data())
-    print("steps", trainer.global_step)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "method", "steps"),
-    [
-        pytest.param("workers", "fork", 2, marks=pytest.mark.slow),
-        pytest.param("workers", "spawn", 2, marks=pytest.mark.slow),
-        pytest.param("workers", "forkserver", 2, marks=pytest.mark.long),
-        pytest.param("ranks", "fork", 2, marks=pytest.mark.slow),
-        pytest.param("ranks", "spawn", 2, marks=pytest.mark.slow),
-        pytest.param("ranks", "forkserver", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_both_names_are_one_in_processes_that_import_the_script(
-    what: str, method: str, steps: int, tmp_path: Path
-) -> None:
-    (tmp_path / "spread.py").write_text(SPREAD)
-    ended = python(tmp_path, "spread.py", what, method)
-    assert f"steps {steps}\n" in ended.stdout, ended.stderr
-
-
 STARTED = """
 import multiprocessing, sys
 
@@ -436,32 +375,3 @@ def test_both_names_are_one_in_processes_of_a_script_that_imports_evener_elsewhe
     (tmp_path / "child.py").write_text(CHILD)
     ended = python(tmp_path, "main.py", method)
     assert ended.stdout == "True\n", ended.stderr
-
-
-PLUGIN_TEST = """
-import written
-from evener.trainer import Trainer
-
-
-def test_fit(tmp_path):
-    Trainer(max_epochs=1, accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(written.Net(), written.Data())
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plugin", "expected"),
-    [
-        ("import lightning", "1 passed"),
-        pytest.param(
-            "import pytorch_lightning, lightning", "Import evener before either of them", marks=pytest.mark.slow
-        ),
-        pytest.param("import evener.strategies, pytorch_lightning, lightning", "1 passed", marks=pytest.mark.slow),
-    ],
-    ids=["lightning", "both", "evener first"],
-)
-def test_pytest_plugins_may_import_either_name_before(plugin: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "plugin.py").write_text(plugin)
-    (tmp_path / "test_fit.py").write_text(PLUGIN_TEST)
-    ended = python(tmp_path, "-m", "pytest", "-p", "plugin", "-p", "no:cacheprovider", "test_fit.py")
-    assert expected in ended.stdout, ended.stdout

@@ -1,5 +1,6 @@
 """`strategy.global_view=true`: ddp trains any module as one device does, random numbers and BatchNorm included."""
 
+import functools
 import logging
 import os
 import re
@@ -145,6 +146,12 @@ def _train_mixed(
     return found, [line for line in told if "global_view" in line]
 
 
+@functools.cache
+def expected(*forms: str) -> dict[str, dict[str, Tensor]]:
+    """What one device has after training with batches of 8, by the name of the loss."""
+    return run_ranks(_references, 1, forms)[0]
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks", "size_is", "batch"),
     [
@@ -155,9 +162,8 @@ def _train_mixed(
     ],
 )
 def test_every_form_trains_as_one_device_does(strategy: type, ranks: int, size_is: str, batch: int) -> None:
-    expected = run_ranks(_references, 1, 8)[0]
     for found in run_ranks(_train_all, ranks, strategy, size_is, batch):
-        for form, values in expected.items():
+        for form, values in expected(*LOSSES).items():
             assert found[form].keys() == values.keys()
             for key, value in values.items():
                 torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
@@ -189,18 +195,17 @@ ON_RANKS = {
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(name: str) -> None:
     strategy, devices, batch, how = ON_RANKS[name]
-    expected = run_ranks(_references, 1, 8)[0]
     for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, strategy, devices, batch)):
-        _verify_mixed(expected, found)
+        _verify_mixed(found)
         assert len(told) == (len(MIXED) if rank == 0 else 0)
         for line in told:
             assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line)
             assert line.endswith(f". So {how}; evener.over_batch(fn) is faster.")
 
 
-def _verify_mixed(expected: Any, found: Any) -> None:
-    for form in MIXED:
-        for key, value in expected[form].items():
+def _verify_mixed(found: Any) -> None:
+    for form, values in expected(*MIXED).items():
+        for key, value in values.items():
             torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
 
 
@@ -215,9 +220,8 @@ def _verify_mixed(expected: Any, found: Any) -> None:
     ],
 )
 def test_one_process_gives_it_whole_batches(strategy: Any, devices: int, how: str) -> None:
-    expected = run_ranks(_references, 1, 8)[0]
     found, told = run_ranks(_train_mixed, 1, strategy, devices, 8)[0]
-    _verify_mixed(expected, found)
+    _verify_mixed(found)
     told = [line for line in told if "training_step" in line]
     assert len(told) == len(MIXED)
     for line in told:
@@ -241,8 +245,8 @@ def _train_five(strategy: Any, devices: int) -> Any:
     return _train_mixed(strategy, devices, 8, ["five"])
 
 
-def _references(batch: int) -> dict[str, dict[str, Tensor]]:
-    return {form: _fit(SingleDeviceStrategy(), 1, form, batch) for form in LOSSES}
+def _references(forms: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    return {form: _fit(SingleDeviceStrategy(), 1, form, 8) for form in forms}
 
 
 @pytest.mark.parametrize(

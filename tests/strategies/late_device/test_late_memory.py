@@ -10,11 +10,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from late_device import needs_late_device
+from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
 from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import DataParallelStrategy, SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import compose, train
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan.plan import plan_memory
@@ -63,25 +69,55 @@ def test_the_roots_peak_under_dp_does_not_depend_on_the_number_of_replicas() -> 
     assert max(peaks) < 4.1
 
 
-def _bytes_of_batch() -> list[int]:
-    found: list[int] = []
+class Sees(pl.Callback):
+    """Receives every batch, on the root device."""
 
-    class Large(Wide):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            if str(batch[0].device) == "late:0":
-                found.append(batch[0].nbytes)
-            return super().training_step(batch, batch_idx)
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.seen.append(str(batch[0].device))
 
-    data = TensorDataset(torch.randn(64, WIDTH))
-    trainer = quiet_trainer(DataParallelStrategy(["late:0", "late:1"]), accelerator="late", max_epochs=1)
-    trainer.fit(Large(), DataLoader(data, 64))
+
+class Large(Wide):
+    """Notes the memory behind what a step on each device has of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, list[int]] = {}
+        self.seen: list[str] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.sizes.setdefault(str(batch[0].device), []).append(batch[0].untyped_storage().nbytes())
+        return super().training_step(batch, batch_idx)
+
+
+TWO = ["late:0", "late:1"]
+WAITING: dict[str, tuple[Any, str, list[int]]] = {
+    "dp": (lambda: DataParallelStrategy(TWO), "late:0", [32]),
+    "balanced_dp": (lambda: BalancedDataParallelStrategy(gpu0_chunk=0, devices=TWO), "late:1", [64]),
+    "micro-batches": (lambda: ModelParallelStrategy(TWO, num_microbatches=4), "late:1", [16] * 4),
+}
+"""Strategies, a device, and the samples of a batch of 64 that a step gets there."""
+
+
+def _batches(folder: str) -> Any:
+    found = {}
+    for name, (strategy, device, sizes) in WAITING.items():
+        for sees in (False, True):
+            module, shown = Large(), [ModelCheckpoint(folder), TQDMProgressBar(), *([Sees()] if sees else [])]
+            options: Any = {"callbacks": shown, "enable_checkpointing": True, "enable_progress_bar": True}
+            trainer = quiet_trainer(strategy(), accelerator="late", max_epochs=1, **options)
+            trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, WIDTH)), 64))
+            looks = len(module.sizes[device]) - len(sizes)
+            rows = [size / WIDTH / 4 for size in module.sizes[device]]
+            found[name, sees] = rows[looks:], max(rows[:looks], default=0), module.seen
     return found
 
 
-def test_the_root_gets_its_chunk_of_the_batch_alone() -> None:
-    on_root = late_device.run(_bytes_of_batch)
-    assert on_root[-1] == 32 * WIDTH * 4
-    assert max(on_root[:-1]) <= 8 * WIDTH * 4  # samples that are looked at before the first step
+def test_a_batch_waits_on_the_host_unless_a_hook_receives_it(tmp_path: Path) -> None:
+    for (name, sees), (rows, looked_at, seen) in late_device.run(_batches, str(tmp_path)).items():
+        _, device, sizes = WAITING[name]
+        assert seen == ([device if name == "micro-batches" else "late:0"] if sees else [])
+        assert sees or rows == sizes, name
+        assert looked_at <= 8  # samples that are looked at before the first step
 
 
 class Masked(pl.LightningModule):

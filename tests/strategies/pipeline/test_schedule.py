@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, stage_order, timeline
+from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, timeline
 
 BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
 SIZES = list(product(range(1, 7), range(1, 5)))
@@ -81,12 +81,6 @@ def test_1f1b_equals_the_table(num_microbatches: int, num_stages: int, table: li
     assert drawn("1f1b", num_microbatches, num_stages) == table
 
 
-def test_a_tick_lists_its_tasks_by_stage() -> None:
-    ticks = timeline("gpipe", 4, 2)
-    assert ticks[1] == [Task("F", 1, 0), Task("F", 0, 1)]
-    assert ticks[8] == [Task("B", 1, 0), Task("B", 0, 1)]
-
-
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
 def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(
@@ -118,14 +112,3 @@ def launched(name: ScheduleName, num_microbatches: int, num_stages: int) -> str:
 def test_one_thread_launches_forward_by_stages_and_backward_whole() -> None:
     assert launched("1f1b", 3, 2) == "F0.0 F1.0 F0.1 B0 F2.0 F1.1 B1 F2.1 B2"
     assert launched("gpipe", 3, 2) == "F0.0 F1.0 F0.1 F2.0 F1.1 F2.1 B2 B1 B0"
-
-
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
-def test_each_stage_gets_its_tasks_in_the_order_of_the_schedule(
-    num_microbatches: int, num_stages: int, name: ScheduleName
-) -> None:
-    order = launch_order(name, num_microbatches, num_stages)
-    for stage in range(num_stages):
-        found = [task._replace(stage=stage) for task in order if task.phase == "B" or task.stage == stage]
-        assert found == stage_order(name, num_microbatches, num_stages, stage)

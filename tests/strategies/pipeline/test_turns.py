@@ -1,22 +1,22 @@
-"""Turns on stages: the order of the schedule, one at a time, and no deadlock."""
+"""Whole runs: the order of the work on every stage, and what a step that leaves the order computes.
 
-import threading
+The order is that of the schedule if micro-batches overlap, and F0 B0 F1 B1 ... if they don't, however busy the machine
+is. What makes them run one by one is told by what would go wrong: test_kept_state.py, test_early_gradients.py.
+"""
+
 from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from regression import quiet_trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from evener.strategies.pipeline._gradients import EarlyGradients
-from evener.strategies.pipeline._microbatches import MicroBatches
-from evener.strategies.pipeline.options import StageOptions
+from evener.strategies import ModelParallelStrategy
 from evener.strategies.pipeline.schedule import ScheduleName, Task, stage_order
-from evener.strategies.pipeline.stages import Stages
 
-CPU = torch.device("cpu")
-WAIT_S = 120.0
 SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 
 
@@ -25,8 +25,8 @@ class Tell(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tell: Any) -> Tensor:
-        ctx.tell = tell
-        tell("F")
+        ctx.tell = partial(tell, round(x[0].item()))
+        ctx.tell("F")
         return x.clone()
 
     @staticmethod
@@ -36,92 +36,91 @@ class Tell(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Tells who is on it; a sample's first number is the number of its micro-batch."""
+    """Tells who is on it; a micro-batch is one sample, which is its number."""
 
-    def __init__(self, stage: int, tell: Any) -> None:
+    def __init__(self, tell: Any) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.stage, self.tell = stage, tell
+        self.tell = [tell]
 
     def forward(self, x: Tensor) -> Tensor:
-        return Tell.apply(x * self.scale, partial(self.tell, self.stage, round(x[0].item())))
+        return Tell.apply(x * self.scale, self.tell[0])
 
 
 class Told(pl.LightningModule):
-    def __init__(self, num_stages: int, tell: Any) -> None:
+    """Notes, by step, the tasks and the gradients of its stages."""
+
+    def __init__(self, num_stages: int) -> None:
         super().__init__()
-        self.stages = nn.Sequential(*(Stage(stage, tell) for stage in range(num_stages)))
+        self.orders: list[list[Task]] = []
+        self.gradients: list[list[float]] = []
+        self.stages = nn.Sequential(*(Stage(partial(self.tell, stage)) for stage in range(num_stages)))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.stages(batch).sum()
+    def tell(self, stage: int, microbatch: int, phase: Any) -> None:
+        self.orders[-1].append(Task(phase, microbatch, stage))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.orders.append([])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.stages(batch).mean()
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.gradients.append([float(stage.scale.grad) for stage in self.stages])  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def step(
-    num_stages: int,
-    num_microbatches: int,
-    tell: Any,
-    name: ScheduleName = "1f1b",
-    kind: type[Told] = Told,
-) -> Told:
-    """The second training step of a run; the loss of the batch is the mean of those of micro-batches."""
-    told: list[Any] = [lambda *_: None]
-    module = kind(num_stages, lambda *args: told[-1](*args))
-    options = StageOptions(num_microbatches=num_microbatches, schedule=name)
-    layout = Stages([CPU] * num_stages, options)
-    layout.place(module)
-    runner = MicroBatches(layout, module)
-    names = [str(i) for i in range(num_microbatches)]
-    chunks = [torch.full((1,), float(i)) for i in range(num_microbatches)]
-    calls = [partial(module.training_step, chunk, 0) for chunk in chunks]
-    for _ in range(2):
-        module.zero_grad()
-        gradients = EarlyGradients(list(module.parameters()), [1] * num_microbatches, "model_parallel", None)
-        losses = runner.run(names, calls, gradients)
-        gradients.attach(torch.stack(losses).mean()).backward()
-        told.append(tell)
-    runner.close()
+def fitted(module: Told, num_microbatches: int, schedule: ScheduleName = "1f1b") -> Told:
+    """Three steps."""
+    strategy = ModelParallelStrategy(num_microbatches=num_microbatches, schedule=schedule, optimizer_copies=0)
+    data: Any = [torch.arange(float(num_microbatches))] * 3
+    quiet_trainer(strategy, len(module.stages), max_epochs=1).fit(module, DataLoader(data, batch_size=None))
     return module
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (3, 3), (4, 5), (2, 8), (3, 1), (3, 2)])
-def test_every_stage_serves_in_the_order_of_the_schedule(
-    num_stages: int, num_microbatches: int, name: ScheduleName
-) -> None:
-    seen: list[list[Task]] = [[] for _ in range(num_stages)]
-    step(num_stages, num_microbatches, lambda s, i, phase: seen[s].append(Task(phase, i, s)), name)
-    assert seen == [stage_order(name, num_microbatches, num_stages, stage) for stage in range(num_stages)]
+def on_stage(stage: int, order: list[Task]) -> list[Task]:
+    return [task for task in order if task.stage == stage]
 
 
-def test_only_one_micro_batch_at_a_time_is_launched() -> None:
-    busy = threading.Lock()
-
-    def tell(stage: int, microbatch: int, phase: str) -> None:
-        assert busy.acquire(blocking=False)
-        threading.Event().wait(0.002)
-        busy.release()
-
-    step(3, 6, tell)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_stages", "num"), [(2, 4), (3, 3), (4, 5), (2, 8), (3, 2)])
+def test_every_stage_serves_in_the_order_of_the_schedule(num_stages: int, num: int, schedule: ScheduleName) -> None:
+    for order in fitted(Told(num_stages), num, schedule).orders[1:]:
+        for stage in range(num_stages):
+            assert on_stage(stage, order) == stage_order(schedule, num, num_stages, stage)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_failed_micro_batch_is_named_and_keeps_nobody_waiting(name: ScheduleName) -> None:
-    def tell(stage: int, microbatch: int, phase: str) -> None:
-        if (stage, microbatch, phase) == (1, 2, "F"):
+def test_the_first_step_runs_in_order() -> None:
+    first, *_ = fitted(Told(2), 4).orders
+    in_order = [Task(phase, i, 0) for i in range(4) for phase in ("F", "B")]
+    assert on_stage(0, first)[-8:] == in_order  # before, a few samples are looked at
+
+
+class Drawing(Told):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return nn.functional.dropout(self.stages(batch), 0.5).mean()
+
+
+def test_random_numbers_alone_are_no_reason_to_run_in_order() -> None:
+    for order in fitted(Drawing(2), 4).orders[1:]:
+        assert on_stage(0, order) == stage_order("1f1b", 4, 2, 0)
+
+
+class Fails(Told):
+    """Fails in the second step, backward."""
+
+    def tell(self, stage: int, microbatch: int, phase: Any) -> None:
+        super().tell(stage, microbatch, phase)
+        if len(self.orders) == 2 and (stage, microbatch, phase) == (0, 1, "B"):
             raise ValueError("broken")
 
-    with pytest.raises(ValueError, match=r"broken \[2 on cpu\]"):
-        step(2, 4, tell, name)
 
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_failed_backward_is_named(name: ScheduleName) -> None:
-    def tell(stage: int, microbatch: int, phase: str) -> None:
-        if (stage, microbatch, phase) == (0, 1, "B"):
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match=r"broken \[backward of 1 on cpu\]"):
-        step(2, 3, tell, name)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_backward_is_named(schedule: ScheduleName) -> None:
+    with pytest.raises(ValueError, match=r"broken \[backward of micro-batch 2 of 3, 1 of 3 samples, on cpu"):
+        fitted(Fails(2), 3, schedule)
 
 
 class Skipping(Told):
@@ -131,13 +130,12 @@ class Skipping(Told):
         x = batch
         for stage in (2, 1, 0, 2):
             x = self.stages[stage](x)
-        return x.sum()
+        return x.mean()
 
 
 def test_a_micro_batch_may_pass_over_a_stage_and_come_back_to_it() -> None:
-    module = step(3, 5, lambda *_: None, kind=Skipping)
     # the mean of x·s₀·s₁·s₂² over x = 0, ..., 4
-    assert [float(stage.scale.grad) for stage in module.stages] == [2.0, 2.0, 4.0]
+    assert fitted(Skipping(3), 5).gradients == [[2.0, 2.0, 4.0]] * 3
 
 
 class Penalized(Told):
@@ -145,13 +143,11 @@ class Penalized(Told):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = batch.clone().requires_grad_()
-        output = self.stages(x).sum()
-        (slope,) = torch.autograd.grad(output, x, create_graph=True)
-        return self.stages(x).sum() + slope.square().sum()
+        (slope,) = torch.autograd.grad(self.stages(x).sum(), x, create_graph=True)
+        return (self.stages(x) + slope.square()).mean()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_that_a_step_computes_itself_take_no_turns(name: ScheduleName) -> None:
-    module = step(2, 4, lambda *_: None, name, kind=Penalized)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_that_a_step_computes_itself_take_no_turns(schedule: ScheduleName) -> None:
     # d/ds of the mean of x·s·s' + (s·s')² is that of x + 2 over x = 0, 1, 2, 3
-    assert [float(stage.scale.grad) for stage in module.stages] == [3.5, 3.5]
+    assert fitted(Penalized(2), 4, schedule).gradients == [[3.5, 3.5]] * 3

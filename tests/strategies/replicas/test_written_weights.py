@@ -1,5 +1,6 @@
 """Replicas compute with the root's weights, whenever and however an optimizer writes to them."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from parity import Case, Net, TokenNet, assert_equal, baseline, run
+from torch import Tensor
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
@@ -48,6 +50,25 @@ def net_with(optimizer: type[torch.optim.Optimizer], base: type[Net] = Net) -> C
     return Optimized
 
 
+class Teacher(Net):
+    """Stays near an average of its weights, which a hook moves after every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        for slow in self.teacher.parameters():
+            slow.data.mul_(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.read(batch)[0]
+        return super().training_step(batch, batch_idx) + (self(x) - self.teacher(x)).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        for own, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(own.data, alpha=0.1)
+
+
 CASES = {
     "climbs": Case(net_with(Sharp)),
     "climbs_accumulated": Case(net_with(Sharp), num=22, trainer={"accumulate_grad_batches": 2}),
@@ -55,14 +76,16 @@ CASES = {
     "ahead_accumulated": Case(net_with(Ahead), num=22, trainer={"accumulate_grad_batches": 2}),
     "climbs_by_tokens": Case(net_with(Sharp, TokenNet)),
     "climbs_in_a_part": Case(net_with(Sharp), strategy={"submodule": "net"}),
+    "teacher": Case(Teacher, trainer={"accumulate_grad_batches": 3}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", [DataParallelStrategy, BalancedDataParallelStrategy])
 @pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
-def test_weights_written_between_two_calls_of_the_closure_are_copied(name: str, strategy: Any, trainer: Any) -> None:
-    """No version shows `parameter.data.add_`, so that the second forward ran with the first one's weights."""
+def test_weights_written_between_two_forward_passes_are_copied(name: str, strategy: Any, trainer: Any) -> None:
+    """No version shows `parameter.data.add_`: the second forward ran with the first one's weights, and those without
+    gradients were copied after optimizer steps only."""
     case = CASES[name]
     expected = baseline(case) if trainer is Trainer else run(case, SingleDeviceStrategy(), trainer, devices=1)
     assert_equal(run(case, strategy(**case.strategy), trainer, devices=2), expected, 1e-10)
