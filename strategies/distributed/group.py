@@ -22,7 +22,7 @@ from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from ._store_watch import RANK_FAILED
-from .process_exit import leave_group
+from .process_exit import give_up_groups, leave_group
 from .reduction import all_reduce
 from .signed_store import secret_check, signed
 from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store
@@ -152,8 +152,7 @@ class RankGroup:
         self._side, stop, coordinator = None, self.stopping, self.coordinator
         assert coordinator is not None
         coordinator.heartbeat.end()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        give_up_groups()
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
         keep_store(before, (environment.global_rank(), environment.world_size()))

@@ -27,7 +27,6 @@ from fsspec.core import url_to_fs
 from lightning_fabric.accelerators import XLAAccelerator
 from lightning_fabric.utilities import registry
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
-from torch._C import _distributed_c10d
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchmetrics import Metric
@@ -62,8 +61,8 @@ def take_orphans() -> None:
 def fork_orphan(parent: int) -> bool:
     """Fork this process, whose main thread calls it, to a child of `parent`, which takes orphans.
 
-    Threads are not forked. So the child keeps the groups of processes, which would wait for theirs, leaves data workers
-    to this process, and has no connection to the store.
+    Threads are not forked. So the child leaves data workers to this process, has no connection to the store, and must
+    end no group of processes, which would wait for its threads: `give_up_groups`.
 
     Returns:
         Whether this is the child.
@@ -82,10 +81,6 @@ def fork_orphan(parent: int) -> bool:
     while os.getppid() == between:
         time.sleep(1e-4)
     die_with_parent(parent)
-    gc.unfreeze()
-    communicates = {one for one in vars(_distributed_c10d).values() if isinstance(one, type)}
-    _left.extend(one for one in gc.get_referents(*gc.get_objects()) if type(one) in communicates)
-    _left.extend(dist.distributed_c10d._world.pg_map)
     gc.freeze()
     for event in (RANK_FAILED, PEER_LOST):
         event._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]  # another thread may have its lock
@@ -107,8 +102,14 @@ def fork_orphan(parent: int) -> bool:
     return True
 
 
-_left: list[Any] = []
-"""What a forked process has of the other one, and must not end."""
+_given_up: list[Any] = []
+
+
+def give_up_groups() -> None:
+    """Leave all groups of processes without an end of their threads, for which a fork of this process would wait."""
+    if dist.is_initialized():
+        _given_up.extend(dist.distributed_c10d._world.pg_map)  # their last references would end them
+        dist.destroy_process_group()
 
 
 def die_with_starter(by_kernel: bool = True) -> None:
