@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...strategies.core import rng
 from ...strategies.core.patching import replaced
-from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter
+from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter, fork
 
 
 def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> Any:
@@ -29,8 +29,8 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
     collects = gc.isenabled()
     gc.disable()  # until a worker has set apart what is not its own
     try:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        with replaced(loader, "worker_init_fn", partial(_begin, in_main_thread, collects, loader.worker_init_fn)):
+        begin = partial(_begin, threading.current_thread() is threading.main_thread(), collects, loader.worker_init_fn)
+        with replaced(loader, "worker_init_fn", begin), replaced(os, "fork", fork):
             iterator: Any = get_iterator()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
