@@ -1,10 +1,8 @@
-"""Put back what a step sets on its module before each micro-batch, and find out whether micro-batches may alternate.
+"""Find out whether the micro-batches of a module may alternate.
 
-What a step does to the module is done once per micro-batch: a counter would count micro-batches, and spectral norm
-would improve its estimate several times. So what the first micro-batch changes is put back before each other one, and
-what it has left stays. If others leave something else, `batch/exact/verifier.py` refuses it. What was not there before,
-was None, or says whether something was done (a hook registered, a table computed) is done once, and stays. Hooks that
-each micro-batch registers are refused: they would be called several times.
+What a step does to the module is done once per micro-batch, by one after the other. A module that is left otherwise
+than by a step of the whole batch (with a buffer that counts, or an estimate of spectral norm) gets whole batches, see
+`batch/exact/verifier.py`. Hooks that each micro-batch registers are refused: they would be called several times.
 
 Micro-batches that alternate at the boundaries of stages would mix what a step keeps on the module from one layer to the
 next: a list of features, a flag or `requires_grad` for some calls, parameters that `functional_call` swaps. So the
@@ -18,7 +16,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Generator
 from contextlib import contextmanager, nullcontext
-from numbers import Number
 from typing import Any
 
 import torch
@@ -34,7 +31,7 @@ from typing_extensions import override
 
 from ..batch.exact.plans import Part
 from ..core.errors import ConfigError
-from ..core.module_checks import is_compiled, is_metric, is_plain
+from ..core.module_checks import is_compiled, is_metric
 from ..core.patching import hooks_of, replaced
 
 _LIGHTNING = LightningModule().__dict__.keys() - {"training"}
@@ -42,7 +39,7 @@ _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tenso
 
 
 class ModuleState:
-    """Buffers, attributes, children and parameters of a module, as its steps set them.
+    """What tells whether a step has changed buffers, attributes, children or parameters of a module.
 
     Args:
         module: the placed module; torchmetrics' metrics in it are left out, and statistics of BatchNorm.
@@ -67,10 +64,6 @@ class ModuleState:
         self._num_hooks = -1
         self._next_hook: float = math.inf
         """The lowest number of a hook that a micro-batch after the first can have registered."""
-        self._changed: list[tuple[dict[str, Any], str]] = []
-        """What a step changes, as a dictionary and a key in it."""
-        self._before: list[Any] = []
-        self._left: list[Any] = []
 
     def may_alternate(self) -> bool:
         """Whether micro-batches may be on different stages at the same time, as far as is known."""
@@ -80,13 +73,9 @@ class ModuleState:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Run the micro-batches of a step inside the block; what the first one has left stays."""
+        """Run the micro-batches of a step inside the block."""
         self._next_hook = math.inf
-        try:
-            yield
-        finally:
-            self._put(self._left)
-            self._before, self._left = [], []
+        yield
         self._verify_hooks()  # again: those of parameters are not there while gradients are summed
 
     @contextmanager
@@ -94,16 +83,10 @@ class ModuleState:
         """Run a micro-batch of a step inside the block, in their order."""
         if number == 1:
             self._next_hook = RemovableHandle.next_id
-        if number:
-            self._put([_copy(value) for value in self._before])
-        elif self.is_known:
-            self._before = [_copy(owner.get(key)) for owner, key in self._changed]
         with nullcontext() if number or self.is_known else self._watched():
             yield
         if number:
             self._verify_hooks()
-        else:
-            self._left = [owner.get(key) for owner, key in self._changed]
 
     @contextmanager
     def watching_backward(self) -> Generator[None]:
@@ -131,11 +114,7 @@ class ModuleState:
     def _watched(self) -> Generator[None]:
         # until the end, so that no other object can have the number of one of them
         held = [list(owner.items()) for part in self._parts for owner in (part._modules, part._parameters)]
-        before = [
-            (owner, dict(owner), {key: _copy(value) for key, value in owner.items()})
-            for part in self._parts
-            for owner in _owners(part)
-        ]
+        held += [list(owner.items()) for part in self._parts for owner in _owners(part)]
         self._first, random_state = self._state(), get_rng_state()
         with nullcontext() if is_compiled(self._module) else _GradientReads() as reads:
             yield
@@ -144,12 +123,6 @@ class ModuleState:
         self.is_known, self.reads_gradients = True, reads is not None and reads.found
         self._num_hooks, self._first = _num_hooks(), []
         held.clear()
-        for owner, old, copied in before:
-            for key in (old.keys() & owner.keys()) - _LIGHTNING:
-                was, now = old[key], owner[key]
-                if _is_kept(was) and _is_kept(now) and (was is not now or _is_written(now, copied[key])):
-                    self._changed.append((owner, key))
-                    self._before.append(copied[key])
 
     def _state(self) -> list[Any]:
         """What is another if a step has set anything."""
@@ -158,10 +131,6 @@ class ModuleState:
             for owner in (*_owners(part), part._modules, part._parameters):
                 found += [(key, *_mark(value)) for key, value in owner.items() if key not in _LIGHTNING]
         return found
-
-    def _put(self, values: list[Any]) -> None:
-        for (owner, key), value in zip(self._changed, values, strict=False):
-            owner[key] = value
 
     def _has_hooks(self) -> bool:
         return not self._own_hooks.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
@@ -208,23 +177,3 @@ def _mark(value: Any) -> tuple[Any, ...]:
     if isinstance(value, Tensor):
         return id(value), value.requires_grad, 0 if value.is_inference() else value._version
     return id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0
-
-
-def _copy(value: Any) -> Any:
-    """A copy of a tensor that may be written to in place."""
-    if isinstance(value, Tensor) and is_plain(value) and not value.requires_grad:
-        return value.detach().clone()
-    return value
-
-
-def _is_written(tensor: Any, copied: Any) -> bool:
-    return isinstance(tensor, Tensor) and copied is not tensor and not torch.equal(tensor, copied)
-
-
-def _is_kept(value: Any) -> bool:
-    """Whether a value is a tensor, or can't be written to by those who hold it and is more than yes, no or nothing."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, tuple):
-        return all(map(_is_kept, value))
-    return isinstance(value, (str, bytes, Number, Tensor, torch.device, torch.dtype))

@@ -1,15 +1,14 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from ..batch.evaluation_lists import EvaluationLists
@@ -131,11 +130,10 @@ class ReplicaRunner:
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
             self._measurement = None
-        is_first, lists = method not in self._meets, self._own_lists(method, used, sizes)
-        watching = self._warning_of_lost_attributes(method) if is_first else nullcontext()
+        lists = self._own_lists(method, used, sizes)
         recording = self.logs.recording(values or Values(), method, sizes, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
-        with watching, recording, lists, meeting:
+        with recording, lists, meeting:
             self._in_step = True
             try:
                 outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
@@ -194,25 +192,6 @@ class ReplicaRunner:
             [*map(self.replicas.__getitem__, range(len(sizes)))], used, [sizes[i] for i in used]
         )
 
-    @contextmanager
-    def _warning_of_lost_attributes(self, method: str) -> Generator[None]:
-        """Warn, once per name, of what the first step of a kind assigns to attributes of replicas: it is lost."""
-        modules = [module for replica in self.replicas.modules()[1:] for module in replica]
-        before = [dict(vars(module)) for module in modules]
-        yield
-        found = {
-            (type(module).__name__, name)
-            for module, held in zip(modules, before, strict=True)
-            for name, value in vars(module).items()
-            # lists of evaluation steps are joined
-            if not _is_same(value, held.get(name)) and not (isinstance(value, list) and method != "training_step")
-        }
-        for owner, name in sorted(found):
-            rank_zero_warn(
-                f"{self.strategy}: {owner}.{name} was assigned on a replica in {method} and is lost: only the first "
-                "device's value is kept. Use self.log, a torchmetrics metric, or return it from the step."
-            )
-
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
         assert self.stages is not None
         with self.stages.on_devices(self.blocks[i]):
@@ -224,12 +203,3 @@ def allow_recompiling(num_devices: int) -> None:
     from torch._dynamo import config  # takes a second to import, and is there if a module is compiled
 
     config.recompile_limit = max(config.recompile_limit, _COMPILATIONS * num_devices)
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are one object, or equal ones of a simple type: comparing tensors would wait for a device."""
-    if value is other or type(value) is not type(other):
-        return value is other
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(other) and all(map(_is_same, value, other))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
-    return isinstance(value, (str, bytes, int, float, complex)) and value == other

@@ -23,7 +23,6 @@ from evener.strategies import (
 )
 from evener.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
 NUM_STEPS = 50
 
 

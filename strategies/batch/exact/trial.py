@@ -68,7 +68,7 @@ class Trial:
         strategy: name that begins messages.
         together: whether all ranks run it, whose steps are exchanges.
         evaluates: whether all of the module is in evaluation mode; else only layers that may draw random numbers are.
-        in_turn: whether chunks run one after the other in training.
+        in_turn: whether chunks run one after the other in training, each in the module as the one before has left it.
         rest: arguments of the step after the batch.
         of_ranks: whether parts are those of ranks; else chunks.
     """
@@ -91,7 +91,7 @@ class Trial:
         """
         module = self.module
         parts = [(j - i, batch(i, j)) for i, j in itertools.pairwise(places)]
-        found = [Ran(num) for num, _ in parts]
+        found, in_turn = [Ran(num) for num, _ in parts], self.in_turn and not self.of_ranks
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
 
         def number() -> int:
@@ -124,7 +124,7 @@ class Trial:
             if module.automatic_optimization and isinstance(loss, Tensor):
                 here().tape.log(RETURNED, loss)
                 backward(loss)
-            if state is not None:
+            if state is not None and not in_turn:
                 here().written.update(state.taken())
 
         with ExitStack() as stack:
@@ -150,6 +150,10 @@ class Trial:
             with recording, _Parts(self, pieces, sizes, state) as meeting:
                 for part in meeting.pieces:
                     part.call()
+            if state is not None and in_turn:
+                left = state.taken()
+                for one in found:
+                    one.written.update(left)
             found[0].given = metrics.replay(partial(_mean_loss, found))
         return found
 

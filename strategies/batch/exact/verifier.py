@@ -210,6 +210,7 @@ class Verifier:
         seen = Comparison(whole, parts)
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
+            self._compare_written([whole, *parts], piece, verdict)
             return self._compare_values(seen, whole, piece, verdict)
         if not whole.losses:
             raise Cannot("training_step returned no loss")
@@ -354,24 +355,36 @@ class Verifier:
         return f" set {option}, which is exact but slower," if late else ""
 
     def _compare_written(self, steps: Sequence[Ran], piece: MakesBatch, verdict: Verdict) -> None:
-        """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it."""
+        """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it.
+
+        Of the rest, replicas and micro-batches keep what one of them has left, which is told; and so of evaluations.
+        """
         written = {name: [step.written.get(name) for step in steps] for step in steps for name in step.written}
         parameters = dict(self._module.named_parameters())
-        in_turn = [name for name in sorted(written) if name in parameters] if self._in_turn else []
+        in_turn = [name for name in sorted(written) if name in parameters] if self._in_turn and self._trains else []
         found = [
             name
             for name, (first, *others) in sorted(written.items())
             if any(first is None or one is None or unlike(first.contents, one.contents) for one in others)
         ]
-        saved = [name for name in found if any(one is not None and one.is_saved for one in written[name])]
-        read = found[:1] if found and not (in_turn or saved) and self._reads(steps, piece) else []
+        saved = [name for name in found if self._trains and any(one and one.is_saved for one in written[name])]
+        read = found[:1] if found and self._trains and not (in_turn or saved) and self._reads(steps, piece) else []
         for name in [*in_turn, *saved, *read][:1]:
             instead = "num_microbatches=1" if in_turn else f"{self._option} to keep a part's"
+            repeats = self._in_turn and not self._trial.of_ranks
+            by = "in each micro-batch" if repeats else "by the samples of its part of a batch"
             verdict.refusal = (
-                f"{self._name}: training_step changes {name} by the samples of its part of a batch, unlike one device. "
+                f"{self._name}: training_step changes {name} {by}, unlike one device. "
                 "Gather what it is computed of (self.all_gather), update it in on_train_batch_end, or set "
                 f"{instead}."
             )
+        lost = [name for name in found if not any(one and type(one.value) is list for one in written[name])]
+        if lost and not (verdict.refusal or self._trial.of_ranks):
+            line = (
+                f"{self._name}: {self._trial.step} leaves {', '.join(lost[:3])} otherwise in parts of a batch than in "
+                "the whole one. Use self.log, a metric of torchmetrics, or return it from the step."
+            )
+            verdict.told.append((line, False))
 
     def _reads(self, steps: Sequence[Ran], piece: MakesBatch) -> bool:
         """Whether a step computes otherwise with what one of some steps has left in the module than with another's."""

@@ -10,6 +10,7 @@ import torch
 from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from evener.strategies import (
@@ -126,6 +127,43 @@ def test_a_counter_trains_and_the_look_leaves_no_trace() -> None:
     weights(module, DataParallelStrategy())
     assert float(module.seen) == 3
     assert module.calls == [4, 4, 4, 4, 3, 2]  # what the look appended is gone
+
+
+class Estimates(Counts):
+    """Improves the estimate of its norm in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.net[0])
+
+    def loss(self, x: Tensor, y: Tensor) -> Any:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return super().loss(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:A stage is used before")
+def test_what_each_micro_batch_would_do_to_the_module_is_done_on_whole_batches(caplog: Any) -> None:
+    one, two = Estimates(), Estimates()
+    with caplog.at_level("INFO"):
+        found = weights(two, ModelParallelStrategy(num_microbatches=2))
+    torch.testing.assert_close(found, weights(one, SingleDeviceStrategy(), devices=1), rtol=0, atol=1e-12)
+    assert float(two.seen) == two.num_calls == 3
+    torch.testing.assert_close(dict(two.named_buffers()), dict(one.named_buffers()), rtol=0, atol=1e-12)
+    assert "training_step changes seen in each micro-batch, unlike one device. So training_step gets" in caplog.text
+
+
+class Calls(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Any:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return super().loss(x, y)
+
+
+def test_an_attribute_that_nobody_reads_is_told(caplog: Any) -> None:
+    module = Calls()
+    with caplog.at_level("INFO"):
+        weights(module, ModelParallelStrategy(num_microbatches=2))
+    assert "training_step leaves num_calls otherwise in parts of a batch than in the whole one" in caplog.text
+    assert module.num_calls == 6
 
 
 class Noisy(Net):

@@ -118,7 +118,6 @@ def trained(strategy: Any, devices: int) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:balanced_dp. Capturing.has_hook was assigned on a replica")
 def test_hooks_of_a_first_step_are_there_once_where_the_first_device_has_no_samples() -> None:
     # Cause: the loss was tried on the root, which had not run a step; each trial left a hook, 18 in all.
     found = trained(BalancedDataParallelStrategy(gpu0_chunk=0), 2)

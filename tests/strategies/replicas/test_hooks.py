@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy, SingleDeviceStrategy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*was assigned on a replica")
-
 STRATEGIES = [
     DataParallelStrategy,
     lambda: DataParallelStrategy(threads=True),
