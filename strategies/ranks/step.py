@@ -54,6 +54,7 @@ class RankStep(StepContract):
     Attributes:
         shares: this rank's share of the current batch.
         metrics: computes the values of metrics over all ranks in a run.
+        evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
     """
 
     def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
@@ -66,7 +67,7 @@ class RankStep(StepContract):
         self.metrics = RunMetrics()
         self._evaluation_loop: Any = None
         self._num_evaluated: Counter[int] = Counter()
-        self._loader = 0
+        self.evaluated = 0, 0
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -130,7 +131,7 @@ class RankStep(StepContract):
     @override
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
-        trainer, shares, self._loader = self._trainer, self.shares, dataloader_idx
+        trainer, shares = self._trainer, self.shares
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
         if stage is None or stage is RunningStage.PREDICTING:
             joins = stage is not None and self._strategy.sync.evaluates_together
@@ -157,7 +158,8 @@ class RankStep(StepContract):
         own = places if places is not None and shares.counts else []
         # it may end before one that is read beside it
         step = own[number] // self._strategy.world_size if number < len(own) else number
-        self._strategy.structures.lists.begin_batch((loader, step), 1.0 if shares.num is None else shares.num)
+        self.evaluated = loader, step
+        self._strategy.structures.lists.begin_batch(self.evaluated, 1.0 if shares.num is None else shares.num)
         return -1 if places is None else step
 
     def others_run(self, call: str) -> bool:
@@ -285,7 +287,7 @@ class RankStep(StepContract):
             call = partial(layout.step, step, *args, **kwargs)
             if layout.cuts_evaluation(step) or step == "predict_step":
                 return self._strategy.whole_steps.run(step, call)
-            return self.reader.values.recorded(step, self._loader, self._module, call)
+            return self.reader.values.recorded(step, self.evaluated[0], self._module, call)
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
             getattr(self._module, step)(*args, **kwargs)
         return None

@@ -10,10 +10,11 @@ import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
+from pytorch_lightning.loggers.logger import DummyLogger
 from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric
 
 from evener.strategies import (
     BalancedDDPStrategy,
@@ -267,32 +268,55 @@ def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> 
     )
 
 
+class Steps(DummyLogger):
+    """Keeps what is logged of the steps of an evaluation."""
+
+    def __init__(self) -> None:
+        self.logged = list[dict[str, float]]()
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.logged.append({name: float(value) for name, value in metrics.items() if "_step" in name})
+
+
 class Loaders(Net):
-    """Logs a value of each of its validation loaders."""
+    """Logs values of each of its validation loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = MaxMetric()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.log("index", batch[2].double().mean())
+        index = batch[2].double()
+        self.largest(index)
+        self.log("index_mean", index.mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("index_root", index.square().mean().sqrt())
+        self.log("index_largest", self.largest)
 
 
-def _last_indices(nums: tuple[int, ...], num_ranks: int) -> Any:
+def _logged_indices(nums: tuple[int, ...], num_ranks: int) -> Any:
     strategy = DDPStrategy(timeout_s=60, batch_size_is="global") if num_ranks > 1 else SingleDeviceStrategy()
-    trainer = quiet_trainer(strategy, num_ranks, max_epochs=2)
+    logger = Steps()
+    trainer = quiet_trainer(strategy, num_ranks, max_epochs=2, logger=logger)
     loaders = [DataLoader(Numbered(num), 2) for num in nums]
     module = Loaders()
     trainer.fit(module, DataLoader(Numbered(4), 2), loaders)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if "index" in name}
     whole = trainer.validate(module, loaders, verbose=False)
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if "index" in name}, whole
+    return found, whole, [values for values in logger.logged if values]
 
 
 @pytest.mark.parametrize("nums", [(4, 1), (1, 1), (4, 1, 4), (1, 4, 1)])
 def test_a_loader_without_a_sample_for_a_rank_is_validated(nums: tuple[int, ...]) -> None:
-    # Cause: a rank exchanged the values of those loaders only that had given it a batch.
-    expected, whole = _last_indices(nums, 1)
-    assert len(expected) == len(nums)
-    for found, parts in run_ranks(_last_indices, 2, nums, 2):
+    """Ranks exchanged the values of a loader if it had given them a batch, and with the next loader's first batch."""
+    expected, whole, steps = _logged_indices(nums, 1)
+    if nums == (4, 1, 4):
+        assert expected["index_root/dataloader_idx_2"] == pytest.approx((0.5**0.5 + 6.5**0.5) / 2)  # 1.628; was 1.5
+    for rank, (found, parts, rank_steps) in enumerate(run_ranks(_logged_indices, 2, nums, 2)):
         assert found == pytest.approx(expected, abs=1e-10)
         for part, one in zip(parts, whole, strict=True):
             assert part == pytest.approx(one, abs=1e-10)
+        if not rank:
+            assert rank_steps == [pytest.approx(one, abs=1e-10) for one in steps]
 
 
 class Shown(Net):

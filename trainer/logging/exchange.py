@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from ...strategies.batch.exact.values import Programs, Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
-from ...strategies.data.loaders import positions
+from ...strategies.core.module_checks import metrics_of
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.distributed.objects import gather_objects, gather_rows
@@ -115,9 +115,8 @@ class Exchange:
         if not programs:
             results.flush()
             return
-        place = loader, self._index(loader, len(self._waiting))
         packed = values.packed(programs, self._trainer.strategy.root_device)
-        self._waiting.append(_Waiting(place, packed, logged, results.share))
+        self._waiting.append(_Waiting(results.ranks.contract.evaluated, packed, logged, results.share))
         results.pending = []
 
     def keep_step(self, results: LeanResults, step: int) -> None:
@@ -132,13 +131,8 @@ class Exchange:
                     kept[name] = self._last[id(series)]
                 elif isinstance(value, Tensor):
                     kept[name] = Sums("own", value)
-        self._steps.append((self._index(results.dataloader_idx or 0, len(self._steps)), step, kept))
-
-    def _index(self, loader: int, count: int) -> int:
-        """The index of the global batch that was this rank's batch number `count`."""
-        combined_loader: Any = self._trainer._evaluation_loop._combined_loader
-        places = positions(combined_loader.flattened[loader])
-        return count if places is None else places[count] // self._trainer.world_size
+        assert results.ranks is not None
+        self._steps.append((results.ranks.contract.evaluated[1], step, kept))
 
     @property
     def _step_name(self) -> str:
@@ -160,6 +154,8 @@ class Exchange:
             return []
         if not results.training:
             self._count_waiting(results)
+        for metric in metrics_of(self._trainer.lightning_module):
+            metric._computed = None  # without updates on this rank it may have some on others
         own = {key: series for key, series in results.current() if series.on_epoch and series.computed is None}
         own = {key: series for key, series in own.items() if not series.meta.sync.rank_zero_only}
         described = {key: series.entry() for key, series in own.items()}

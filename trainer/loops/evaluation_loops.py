@@ -170,19 +170,19 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._results = LeanResults(self.trainer, training=False)
-        self._loader = self._to_store = 0  # which gave the last batch, and whose outputs are to be stored next
+        self._to_store = 0  # the loader whose outputs are stored next
 
     @override
     def reset(self) -> None:
         super().reset()
-        self._loader = self._to_store = 0
+        self._to_store = 0
 
     @override
     @only_loaders_end
     def _evaluation_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
-        self._loader = dataloader_idx
+        self._store_until(dataloader_idx)
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             self.after_batch()
@@ -192,15 +192,12 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
 
     @override
     def _store_dataloader_outputs(self) -> None:
-        if self._is_exchanged_by_loader():
-            self._store_until(self._loader + 1)
-        else:
+        if not self._is_exchanged_by_loader():
             super()._store_dataloader_outputs()
 
     @override
     def on_run_end(self) -> list[Any]:
-        if self._is_exchanged_by_loader():
-            self._store_until(len(self.max_batches))
+        self._store_until(len(self.max_batches))
         connector: Any = self.trainer._logger_connector
         connector.is_exchanged = True  # with the outputs of the last loader
         return super().on_run_end()
@@ -212,13 +209,18 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         return several and self.trainer.world_size > 1
 
     def _store_until(self, end: int) -> None:
-        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only."""
+        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only.
+
+        Ranks do so before the next loader's first batch: what waits for the others' values is of one loader only.
+        """
+        if end <= self._to_store or not self._is_exchanged_by_loader():
+            return
         results, current = self._results, self._results.dataloader_idx
         for index in range(self._to_store, end):
-            if index == self._loader or self.max_batches[index]:
+            if not index or self.max_batches[index]:
                 results.dataloader_idx = index
                 super()._store_dataloader_outputs()
-        self._to_store, results.dataloader_idx = max(self._to_store, end), current
+        self._to_store, results.dataloader_idx = end, current
 
 
 class LeanPredictionLoop(PlannedLoop, _PredictionLoop):
