@@ -40,6 +40,7 @@ class RankLoaders:
     """Makes this rank's loaders from the user's.
 
     Args:
+        strategy: name that begins messages.
         batch_size_is: whether a loader's batch is one rank's or the global one.
         agree: returns rank 0's value on all ranks.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
@@ -51,6 +52,7 @@ class RankLoaders:
         evaluated: returns the loaders that are evaluated, combined.
     """
 
+    strategy: str
     rank: int
     num_ranks: int
     batch_size_is: BatchSizeIs
@@ -79,7 +81,7 @@ class RankLoaders:
         shared = _distributed_sampler(loader)
         if shared is not None and self.batch_size_is == "global":
             raise ConfigError(
-                f"ddp: the loader's {type(shared).__name__} gives each rank its own batches, but "
+                f"{self.strategy}: the loader's {type(shared).__name__} gives each rank its own batches, but "
                 "batch_size_is=global divides one batch among ranks. Remove the sampler, or set "
                 "batch_size_is=per_device."
             )
@@ -159,19 +161,19 @@ class RankLoaders:
         if self.batch_size_is == "global":
             return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
-        return self._lockstep(dealt, self.structure_of(loader)) if role == "train" else dealt
+        return self._lockstep(dealt) if role == "train" else dealt
 
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
-        structure, joins = self.structure_of(loader), self._joins(role)
+        joins = self._joins(role)
         if self.batch_size_is == "global":
-            divide = self._divide(role)
-            whole = self._whole(role)
-            return Divided(loader, divide, self.rank, self.num_ranks, joins, self.agree, whole, structure=structure)
+            ranks, whole = (self._divide(role), self.rank, self.num_ranks, joins, self.agree), self._whole(role)
+            return Divided(loader, self.strategy, *ranks, whole, structure=self.structure_of(loader))
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
-        return self._lockstep(loader, structure) if joins else loader
+        return self._lockstep(loader) if joins else loader
 
-    def _lockstep(self, loader: Any, structure: BatchStructure) -> Lockstep:
-        return Lockstep(loader, self.num_ranks, self.sum_over_ranks, structure=structure)
+    def _lockstep(self, loader: Any) -> Lockstep:
+        structure = self.structure_of(loader)
+        return Lockstep(loader, self.strategy, self.num_ranks, self.sum_over_ranks, structure=structure)
 
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)

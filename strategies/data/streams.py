@@ -25,10 +25,12 @@ class Stream:
 
     Args:
         loader: yields batches.
+        strategy: name that begins messages.
         structure: counts and cuts them; without it nothing is known but the batches.
     """
 
     loader: Iterable[Batch]
+    strategy: str
     passes: Passes = field(default_factory=Passes, init=False)
     structure: BatchStructure = field(default_factory=BatchStructure, kw_only=True)
 
@@ -78,8 +80,8 @@ class Lockstep(Stream):
             last = last if batch is None else batch
             if last is None:
                 raise ConfigError(
-                    "ddp: this rank's loader yielded no batch, but others did. Give every rank at least one "
-                    "batch, or set batch_size_is=global with a stream that is the same on all ranks."
+                    f"{self.strategy}: this rank's loader yielded no batch, but others did. Give every rank at least "
+                    "one batch, or set batch_size_is=global with a stream that is the same on all ranks."
                 )
             now.shares.append(Share(num, total, num_alive < self.num_ranks))
             batch, num, sums, work = self._fetch(iterator)
@@ -123,8 +125,8 @@ class Divided(Stream):
             total = self.structure.num_samples(batch) or int(self.num_ranks == 1)  # what is not cut may be anything
             if not total:
                 raise ConfigError(
-                    f"ddp: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds nothing to "
-                    "count samples by. Put tensors into it, or set batch_size_is=per_device."
+                    f"{self.strategy}: batch_size_is=global can't cut a batch of type {type(batch).__name__}: it holds "
+                    "nothing to count samples by. Put tensors into it, or set batch_size_is=per_device."
                 )
             sizes = self.divide.sizes(total, self.num_ranks)
             own = None if is_whole or (is_whole is not None and 0 in sizes) else self._part(batch, sizes)
@@ -149,7 +151,7 @@ class Divided(Stream):
                 why = exc
         if not self._told:
             self._told = True
-            tell_whole("ddp", why, "the first rank computes such batches whole; strategy.batch_dims says what it is")
+            tell_whole(self.strategy, why, "the first rank computes them whole; strategy.batch_dims says what it is")
         return None
 
     def _verify_same(self, batch: Batch | None) -> None:
@@ -157,9 +159,9 @@ class Divided(Stream):
         own = None if batch is None else dict(_sums(batch))
         if own != self.agree(own):
             raise ConfigError(
-                f"ddp: batch_size_is=global divides a stream that is the same on all ranks, but rank {self.rank} has "
-                "read another first batch than rank 0. Have the dataset yield all samples on every rank, or, if it "
-                "shards itself by rank, set batch_size_is=per_device."
+                f"{self.strategy}: batch_size_is=global divides a stream that is the same on all ranks, but rank "
+                f"{self.rank} has read another first batch than rank 0. Have the dataset yield all samples on every "
+                "rank, or, if it shards itself by rank, set batch_size_is=per_device."
             )
 
     def __len__(self) -> int:

@@ -69,23 +69,23 @@ def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> Non
         raise ConfigError(f"{strategy}: static_graph=true {why}. Set static_graph=false.")
 
 
-def verify_backend(backend: str | None) -> None:
+def verify_backend(backend: str | None, strategy: str) -> None:
     """Refuse a communication backend, or one of several (`cpu:gloo,cuda:nccl`), that torch was not built with."""
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     there = [name for name in known if dist.is_backend_available(name)]
     for part in backend.split(",") if backend else []:
         if part.rpartition(":")[2].lower() not in there:
             raise ConfigError(
-                f"ddp: backend={backend} is not available in this build of torch; choose from {', '.join(there)}, "
-                "or null to choose by the devices."
+                f"{strategy}: backend={backend} is not available in this build of torch; choose from "
+                f"{', '.join(there)}, or null to choose by the devices."
             )
 
 
-UNUSED = "ddp: parameters took no part in the loss: "
-"""How torch's error begins once it is rewritten: a sentence for users, of a class of torch's."""
+UNUSED = ": parameters took no part in the loss: "
+"""How torch's error goes on after the strategy's name once it is rewritten: a sentence, of a class of torch's."""
 
 
-def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]]) -> None:
+def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]], strategy: str) -> None:
     """Rewrite torch's error about parameters without gradients: name them and the override that fixes it.
 
     Args:
@@ -99,7 +99,7 @@ def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, T
     named = [parameters[int(i)][0] for i in re.findall(r"\d+", indices[1])] if indices else []
     unused = named or [name for name, parameter in parameters if parameter.grad is None]
     exc.args = (
-        f"{UNUSED}{', '.join(unused) or 'unknown'}. Set "
+        f"{strategy}{UNUSED}{', '.join(unused) or 'unknown'}. Set "
         "strategy.find_unused_parameters=true (or strategy.static_graph=true if they are the same in every step), or "
         "freeze them with requires_grad_(False).",
     )

@@ -217,7 +217,7 @@ class GradientSync:
     def fail(self, exception: BaseException) -> None:
         """Name the parameters without a gradient in an error of the wrapper."""
         if self._wrapper is not None and self._trained is not None:
-            name_unused_parameters(exception, self._trained.reduced)
+            name_unused_parameters(exception, self._trained.reduced, self._strategy.strategy_name)
 
     def ending(self) -> AbstractContextManager[Any]:
         """End the run inside the block."""

@@ -110,7 +110,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         gather_lists_mb: Positive = 1024.0,
         **ddp_options: Any,
     ) -> None:
-        verify_backend(backend)
+        verify_backend(backend, self.strategy_name)
         self.group = RankGroup(timeout_s)
         super().__init__(
             cluster_environment=kubeflow(),
@@ -216,8 +216,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self._launcher = ScriptLauncher(self, self.group.timeout_s, self._given_start_method)
         elif self._given_start_method is not None:
             raise ConfigError(
-                f"ddp: start_method={self._given_start_method} was given, but train.py, torchrun or the cluster has "
-                "started the processes. Leave it out; it is for plain scripts."
+                f"{self.strategy_name}: start_method={self._given_start_method} was given, but train.py, torchrun or "
+                "the cluster has started the processes. Leave it out; it is for plain scripts."
             )
 
     @override
@@ -477,9 +477,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
             self._loaders = self.sync.loaders_of(
-                self._read_as, self.world_size, self.batch_size_is, self.broadcast, self.group.sum_beside,
-                self.balance.policy, 1 + needs_two_samples(self.module), self.structures.of_stream,
-                self.sync.evaluates_together, evaluated=lambda: self.trainer._evaluation_loop._combined_loader,
+                self.strategy_name, self._read_as, self.world_size, self.batch_size_is, self.broadcast,
+                self.group.sum_beside, self.balance.policy, 1 + needs_two_samples(self.module),
+                self.structures.of_stream, self.sync.evaluates_together,
+                evaluated=lambda: self.trainer._evaluation_loop._combined_loader,
             )  # fmt: skip
         return self._loaders
 

@@ -164,7 +164,7 @@ def is_stop(exc: BaseException) -> bool:
 
 def sentence_of(exc: BaseException) -> str | None:
     """The sentence for users that an error consists of; None for others, whose traceback is needed."""
-    if isinstance(exc, (ConfigError, MisconfigurationException)) or str(exc).startswith(UNUSED):
+    if isinstance(exc, (ConfigError, MisconfigurationException)) or UNUSED in str(exc):
         return str(exc)
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return (

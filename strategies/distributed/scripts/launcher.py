@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
-import pytorch_lightning.strategies as pl_strategies
 import torch
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
@@ -50,7 +49,7 @@ _handlers_before: dict[int, Any] = {}
 """The script's own signal handlers, replaced while it waits for its processes."""
 
 
-def start_method(device: torch.device, given: StartMethod | None = None) -> StartMethod:
+def start_method(device: torch.device, given: StartMethod | None = None, strategy: str = "ddp") -> StartMethod:
     """Choose how a plain script's processes start, if the user has not, so that it does not run once per process.
 
     Returns:
@@ -61,25 +60,25 @@ def start_method(device: torch.device, given: StartMethod | None = None) -> Star
     """
     if _IS_INTERACTIVE and given not in (None, "fork"):
         raise ConfigError(
-            f"ddp: start_method={given} was given in a notebook, whose cells a new process can't import. "
+            f"{strategy}: start_method={given} was given in a notebook, whose cells a new process can't import. "
             "Use start_method=fork, or run a script."
         )
     if given not in (None, *(supported := torch.multiprocessing.get_all_start_methods())):
         raise ConfigError(
-            f"ddp: start_method={given} was given, but process forking is not supported on this platform. "
+            f"{strategy}: start_method={given} was given, but process forking is not supported on this platform. "
             f"Choose one of {', '.join(supported)}."
         )
     method = given or ("fork" if device.type == "cpu" or _IS_INTERACTIVE else "spawn")
     if method == "fork" and is_in_use(device):
         raise ConfigError(
-            "ddp: this process has used the GPU already, so it can't fork ranks. Use strategy=dp, which needs one "
-            "process; or call fit before anything uses the GPU (in a notebook after a restart of the kernel); or run a "
-            "script without start_method=fork."
+            f"{strategy}: this process has used the GPU already, so it can't fork ranks. Use strategy=dp, which needs "
+            "one process; or call fit before anything uses the GPU (in a notebook after a restart of the kernel); or "
+            "run a script without start_method=fork."
         )
     return method
 
 
-def verify_guarded() -> None:
+def verify_guarded(strategy: str) -> None:
     """Refuse a script that calls `fit` on import, because processes that are not forked would run it to that line."""
     main = vars(sys.modules["__main__"])
     frame: FrameType | None = sys._getframe()
@@ -92,8 +91,8 @@ def verify_guarded() -> None:
     statements = [node for node in tree.body if node.lineno <= frame.f_lineno]
     if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
         raise ConfigError(
-            f"ddp: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script and would"
-            ' run it again. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
+            f"{strategy}: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script "
+            'and would run it again. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
         )
 
 
@@ -106,10 +105,9 @@ class ScriptLauncher(_Launcher):
         method: how they start; None chooses by the device.
     """
 
-    def __init__(self, strategy: pl_strategies.DDPStrategy, timeout_s: float, method: StartMethod | None) -> None:
-        self._strategy = strategy
-        self._timeout_s = timeout_s
-        self._start_method = start_method(strategy.root_device, method)
+    def __init__(self, strategy: Any, timeout_s: float, method: StartMethod | None) -> None:
+        self._strategy, self._timeout_s = strategy, timeout_s
+        self._start_method = start_method(strategy.root_device, method, strategy.strategy_name)
         self._processes: RankProcesses | None = None
 
     @property
@@ -127,7 +125,7 @@ class ScriptLauncher(_Launcher):
             KeyboardInterrupt, SystemExit: the user's code has raised it in a rank.
         """
         if self._start_method != "fork":
-            verify_guarded()
+            verify_guarded(self._strategy.strategy_name)
         try:
             return self._launch(partial(function, *args, **kwargs), trainer)
         except BaseException:

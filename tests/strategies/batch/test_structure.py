@@ -314,7 +314,7 @@ def test_combined_loaders_of_proportional_batches_train_as_on_one_device(sizes: 
 def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -> None:
     """Replicas of a rank refused its part of one sample, late: nothing was known but this part."""
     whole = [([[torch.randn(2, 3)]], {"y": torch.zeros(2)})]
-    stream = Divided(whole, Even(), 1, 2, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
+    stream = Divided(whole, "ddp", Even(), 1, 2, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
     (part,) = stream
     loader = CombinedLoader(stream, "max_size_cycle")  # type: ignore[arg-type]
     trainer: Any = SimpleNamespace(
@@ -327,7 +327,7 @@ def test_a_rank_knows_of_its_part_what_the_whole_batch_of_a_stream_has_shown() -
 
 def test_a_rank_that_is_alone_cuts_no_batch_which_may_be_anything() -> None:
     whole = [SimpleNamespace(rows=torch.zeros(3)), {"more": object()}]  # it was refused: nothing to count samples by
-    stream = Divided(whole, Even(), 0, 1, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
+    stream = Divided(whole, "ddp", Even(), 0, 1, joins=True, agree=lambda state: state)  # type: ignore[arg-type]
     assert all(found is given for found, given in zip(stream, whole, strict=True))
 
 

@@ -15,7 +15,7 @@ from regression import Net, Numbered, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from evener.strategies import DDPStrategy
+from evener.strategies import DDPModelParallelStrategy, DDPStrategy, FSDPStrategy
 
 
 class Draws(Dataset[Tensor]):
@@ -176,14 +176,16 @@ class Noisy(IterableDataset[Any]):
             yield data.x[index] + torch.randn(data.x.shape[1], dtype=data.x.dtype), data.y[index], torch.tensor(index)
 
 
-def _fit_stream(dataset: Any, batch_size_is: Any) -> None:
-    trainer = quiet_trainer(DDPStrategy(batch_size_is=batch_size_is, timeout_s=60), 2, max_epochs=1)
+def _fit_stream(dataset: Any, batch_size_is: Any, kind: Any = DDPStrategy, devices: int = 2) -> None:
+    trainer = quiet_trainer(kind(batch_size_is=batch_size_is, timeout_s=60), devices, max_epochs=1)
     trainer.fit(Net(), DataLoader(dataset(), 2))
 
 
 def test_a_stream_that_differs_between_ranks_is_not_divided() -> None:
-    with pytest.raises(RankError, match=r"rank 1 has read another first batch than rank 0.*batch_size_is=per_device"):
-        run_ranks(_fit_stream, 2, Sharded, "global")
+    told = r"ConfigError: %s: .*rank 1 has read another first batch than rank 0.*batch_size_is=per_device"
+    for kind, devices in (DDPStrategy, 2), (DDPModelParallelStrategy, 4), (FSDPStrategy, 2):
+        with pytest.raises(RankError, match=told % kind.strategy_name):
+            run_ranks(_fit_stream, 2, Sharded, "global", kind, devices)
     run_ranks(_fit_stream, 2, Sharded, "per_device")
     run_ranks(_fit_stream, 2, Noisy, "global")
 

@@ -38,7 +38,7 @@ def next_share(own: Any) -> Share | None:
 
 
 def rank_loaders(rank: int, num_ranks: int, batch_size_is: BatchSizeIs = "per_device") -> RankLoaders:
-    return RankLoaders(rank, num_ranks, batch_size_is, lambda value: value, lambda values: Done())  # type: ignore[arg-type, return-value]
+    return RankLoaders("ddp", rank, num_ranks, batch_size_is, lambda value: value, lambda values: Done())  # type: ignore[arg-type, return-value]
 
 
 def read(
@@ -281,7 +281,7 @@ def test_random_samplers_take_rank_0s_order() -> None:
     torch.manual_seed(0)
     state = (random_state(), None)
     torch.manual_seed(99)  # this rank's own
-    own = RankLoaders(1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
+    own = RankLoaders("ddp", 1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
     loader: Any = own.process(DataLoader(range(6), 1, sampler=RandomSampler(range(6))), "train")  # type: ignore[arg-type]
     assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]
 

@@ -179,7 +179,7 @@ def test_options_of_strategies_are_refused_from_python_too() -> None:
         Checkpoint(interval_s=-1)
     with pytest.raises(ConfigError, match=r"devices must be a count, a list or 'auto'; got None"):
         resolve_devices(None)  # pyright: ignore[reportArgumentType]
-    verify_backend("cpu:gloo")
+    verify_backend("cpu:gloo", "ddp")
 
 
 def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None:
