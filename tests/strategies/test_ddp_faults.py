@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch.distributed as dist
 from distributed import RankError, run_ranks, run_ranks_unchecked
@@ -67,7 +68,9 @@ def _train(fault: Callable[[Faulty], None]) -> dict[str, Any]:
 
 def _never_join() -> None:
     if os.environ["RANK"] == "1":
-        time.sleep(HANG_S)
+        ends = time.monotonic() + HANG_S
+        while time.monotonic() < ends and len(psutil.Process(os.getppid()).children()) > 1:  # the other rank is there
+            time.sleep(0.05)
         os._exit(9)
     _train(hang)
 

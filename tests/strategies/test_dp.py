@@ -141,8 +141,7 @@ STATE_OPTIONS = {"log_every_n_steps": 1}
         DataParallelStrategy,
         lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
         lambda: DataParallelStrategy(threads=True),
-        lambda: ModelParallelStrategy(num_microbatches=2),
-        lambda: ModelParallelStrategy(num_microbatches=3, deterministic=True),
+        lambda: ModelParallelStrategy(num_microbatches=3),
     ],
 )
 def test_logged_values_and_metrics_equal_one_device(strategy: Callable[[], Any]) -> None:
@@ -394,8 +393,7 @@ class LocalLoss(GatheredLoss):
         *((DataParallelStrategy, num) for num in (1, 2, 3)),
         (lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 3),
         (ModelParallelStrategy, 2),
-        (lambda: ModelParallelStrategy(num_microbatches=3, deterministic=True), 2),
-        (lambda: ModelParallelStrategy(num_microbatches=2, deterministic=False), 2),
+        (lambda: ModelParallelStrategy(num_microbatches=3), 2),
     ],
 )
 @pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])

@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fsdp_trains_as_one_device_does(num_ranks: int) -> None:
     by_rank = run_ranks(fit_all, num_ranks, FSDPStrategy, CASES, 6, num_ranks, timeout_s=300)
     for (name, batch_size_is), first in by_rank[0].items():

@@ -1,5 +1,6 @@
 """Manual optimization on replicas trains as on one device: GANs, closures, schedulers, clipping, frozen parts."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -208,11 +209,16 @@ class Sometimes(GAN):
         self.optimizers()[0].step()
 
 
+@functools.cache
+def _on_one_device(kind: type[GAN]) -> tuple[Tensor, dict[str, float], int, GAN]:
+    return _fit(kind, SingleDeviceStrategy())
+
+
 @pytest.mark.parametrize("kind", [GAN, WGANGP, Closures, Accumulated, OwnBackward, OwnStep, LBFGS, Sometimes])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_manual_optimization_trains_as_on_one_device(strategy: str, kind: type[GAN]) -> None:
     make, devices = STRATEGIES[strategy]
-    expected, found = _fit(kind, SingleDeviceStrategy()), _fit(kind, make(), devices)
+    expected, found = _on_one_device(kind), _fit(kind, make(), devices)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=EXACT)
     assert found[1] == pytest.approx(expected[1], abs=EXACT)
     assert found[2] == expected[2]
@@ -225,7 +231,7 @@ def test_manual_optimization_trains_as_on_one_device(strategy: str, kind: type[G
 @pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")
 @pytest.mark.parametrize("kind", [GAN, WGANGP])
 def test_manual_optimization_on_stages_has_whole_batches(kind: type[GAN]) -> None:
-    expected = _fit(kind, SingleDeviceStrategy())
+    expected = _on_one_device(kind)
     with pytest.warns(UserWarning, match="optimizes manually.* Its steps get whole batches: num_microbatches=2 has no"):
         found = _fit(kind, ModelParallelStrategy(num_microbatches=2), 2)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=EXACT)
@@ -243,5 +249,5 @@ def test_manual_optimization_on_replicas_of_ranks_trains_as_on_one_device() -> N
     kinds = [GAN, WGANGP, Closures, Accumulated]
     for of_a_rank in run_ranks(_fit_ranks, 2, kinds):
         for kind, found in zip(kinds, of_a_rank, strict=True):
-            expected = _fit(kind, SingleDeviceStrategy())
+            expected = _on_one_device(kind)
             torch.testing.assert_close(found[0], expected[0], rtol=0, atol=EXACT, msg=lambda m, k=kind: f"{k}: {m}")

@@ -140,14 +140,7 @@ def _on_one_device(kind: type[Base], **options: Any) -> Fitted:
 IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
     "dp": (lambda: DataParallelStrategy(), 4),
     "dp_threads": (lambda: DataParallelStrategy(threads=True), 2),
-    "micro_batches": (
-        lambda: ModelParallelStrategy(num_microbatches=3, deterministic=False),
-        2,
-    ),
-    "micro_batches_in_order": (
-        lambda: ModelParallelStrategy(num_microbatches=4, deterministic=True),
-        2,
-    ),
+    "micro_batches": (lambda: ModelParallelStrategy(num_microbatches=3), 2),
     "balanced_dp": (lambda: BalancedDataParallelStrategy(weights=[8, 1]), 2),
 }
 
@@ -165,9 +158,7 @@ RANKS: dict[str, tuple[Callable[[], Any], int]] = {
     "balanced_ddp": (lambda: BalancedDDPStrategy(weights=[5, 1], batch_size_is="global"), 2),
     "ddp_of_replicas": (lambda: DDPStrategy(devices_per_process=2, batch_size_is="global"), 2),
     "ddp_of_micro_batches": (
-        lambda: DDPModelParallelStrategy(
-            model_parallel_size=2, num_microbatches=2, batch_size_is="global", deterministic=False
-        ),
+        lambda: DDPModelParallelStrategy(model_parallel_size=2, num_microbatches=2, batch_size_is="global"),
         2,
     ),
     "fsdp": (lambda: FSDPStrategy(batch_size_is="global"), 3),
@@ -192,7 +183,7 @@ def test_losses_over_the_batch_train_under_ranks_as_on_one_device(strategy: str)
 
 
 ACCUMULATING: dict[str, tuple[Callable[[], Any], int]] = {
-    name: IN_ONE_PROCESS[name] for name in ("balanced_dp", "micro_batches_in_order")
+    name: IN_ONE_PROCESS[name] for name in ("balanced_dp", "micro_batches")
 }
 
 

@@ -1,5 +1,6 @@
 """What ranks log equals what one device logs: weighted losses, ranks without samples, hooks around the step."""
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def fit(
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
 
 
+@functools.cache
+def on_one_device(module: type[Any], num: int, **options: Any) -> Any:
+    return fit(module(), SingleDeviceStrategy(), 1, num, 4, **options)
+
+
 def assert_same(found: Any, expected: Any) -> None:
     (epoch, steps), (expected_epoch, expected_steps) = found, expected
     assert epoch == pytest.approx(expected_epoch, rel=2e-7)  # Lightning keeps numbers of samples in float32
@@ -106,9 +112,8 @@ def test_what_is_logged_is_one_devices(plan: str, num: int, options: Any) -> Non
     # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype, so
     # that ranks waited for each other; values logged after the step counted its stand-in's samples, and were not
     # weighted by ranks' samples at all.
-    expected = fit(Tokens(), SingleDeviceStrategy(), 1, num, 4, **options)
     for found in run_ranks(_fit_tokens, 2, plan, num, 4, options):
-        assert_same(found, expected)
+        assert_same(found, on_one_device(Tokens, num, **options))
 
 
 class Labels(Tokens):
@@ -135,9 +140,8 @@ def _fit_labels(plan: str, lean: bool) -> Any:
 @pytest.mark.parametrize(("plan", "lean"), [*((plan, True) for plan in PLANS), ("ddp", False)])
 def test_a_loss_logged_with_the_number_it_is_a_mean_over_counts_by_that_number(plan: str, lean: bool) -> None:
     # Where it was as large as the rank's part of the batch, it was taken for the number of samples.
-    expected = fit(Labels(), SingleDeviceStrategy(), 1, 17, 4)
     for found in run_ranks(_fit_labels, 2, plan, lean):
-        assert_same(found, expected)
+        assert_same(found, on_one_device(Labels, 17))
 
 
 def _fit_and_save(path: str) -> None:
@@ -156,7 +160,7 @@ def _resume(path: str, num_ranks: int) -> Any:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_resumed_epoch_counts_a_loss_as_one_device_does(num_ranks: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
-    expected, _ = fit(Labels(), SingleDeviceStrategy(), 1, 12, 4, max_epochs=1)
+    expected, _ = on_one_device(Labels, 12, max_epochs=1)
     run_ranks(_fit_and_save, 2, path)
     found = run_ranks(_resume, 2, path, 2) if num_ranks > 1 else [_resume(path, 1)]
     names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "counted", "sum")]
@@ -185,9 +189,8 @@ def _fit_searching(module: type[Searching]) -> Any:
 @pytest.mark.parametrize("module", [Searching, LogsBetween])
 def test_every_call_of_a_closure_logs_one_devices_loss(module: type[Searching]) -> None:
     """Only the loss of the last call had the module's `loss_weight`; the epoch's mean is over all calls."""
-    expected = fit(module(), SingleDeviceStrategy(), 1, 17, 4)
     for found in run_ranks(_fit_searching, 2, module):
-        assert_same(found, expected)
+        assert_same(found, on_one_device(module, 17))
 
 
 class BeforeBackward(Tokens):
@@ -208,9 +211,8 @@ def _fit_before_backward(plan: str, lean: bool) -> Any:
 @pytest.mark.parametrize(("plan", "lean"), [("ddp", True), ("ddp", False), ("weights", True), ("stages", True)])
 def test_a_hook_before_backward_is_given_the_mean_over_this_ranks_samples(plan: str, lean: bool) -> None:
     """It was given that mean times this rank's share, by which `self.log` weighs once more."""
-    expected = fit(BeforeBackward(), SingleDeviceStrategy(), 1, 17, 4)
     for found in run_ranks(_fit_before_backward, 2, plan, lean):
-        assert_same(found, expected)
+        assert_same(found, on_one_device(BeforeBackward, 17))
 
 
 class Own(Tokens):

@@ -315,14 +315,16 @@ def run(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **
     )
 
 
-_BASELINES: dict[int, tuple[Case, Run]] = {}  # with the case, so that its id is not given to another
+_BASELINES: dict[Any, tuple[Case, Run]] = {}  # with the case, so that no other object has its parts' ids
 
 
 def baseline(case: Case) -> Run:
     """The same training on one device, computed once."""
-    if id(case) not in _BASELINES:
-        _BASELINES[id(case)] = (case, run(case, SingleDeviceStrategy(), devices=1))
-    return _BASELINES[id(case)][1]
+    parts = (case.module, case.make, case.collate)
+    key = (*map(id, parts), case.num, case.batch_size, case.dtype, repr(case.trainer))
+    if key not in _BASELINES:
+        _BASELINES[key] = (case, run(case, SingleDeviceStrategy(), devices=1))
+    return _BASELINES[key][1]
 
 
 def assert_equal(found: Run, expected: Run, tolerance: float, of_a_rank: bool = False) -> None:

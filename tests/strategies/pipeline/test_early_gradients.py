@@ -226,7 +226,7 @@ def test_gradients_of_the_last_step_make_room_if_nobody_reads_them(
 ) -> None:
     case = Case(module, num=16, trainer={"max_epochs": 1, "limit_val_batches": 0, **trainer})
     module.found, module.old = [], None
-    fit(case, make_module(case), ModelParallelStrategy(num_microbatches=4, deterministic=True))
+    fit(case, make_module(case), ModelParallelStrategy(num_microbatches=4))
     assert module.found == expected
 
 
@@ -280,10 +280,9 @@ class ReadingNet(Net):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_step_that_reads_gradients_needs_gpipe(deterministic: bool) -> None:
+def test_a_step_that_reads_gradients_needs_gpipe() -> None:
     case = Case(ReadingNet)
-    strategy = partial(ModelParallelStrategy, num_microbatches=2, deterministic=deterministic)
+    strategy = partial(ModelParallelStrategy, num_microbatches=2)
     module = make_module(case)
     with pytest.raises(ConfigError, match=r"reads the \.grad of a parameter.*schedule=gpipe"):
         fit(case, module, strategy())

@@ -1,5 +1,6 @@
 """Metrics are one device's under replicas and micro-batches, whatever their states are and is asked of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,11 @@ def measured(strategy: Any, devices: int, *args: Any) -> list[Any]:
     return module.values
 
 
+@functools.cache
+def on_one_device(*args: Any) -> list[Any]:
+    return measured(SingleDeviceStrategy(), 1, *args)
+
+
 @pytest.mark.parametrize(("strategy", "devices"), CUTTING)
 @pytest.mark.parametrize("by_forward", [False, True])
 @pytest.mark.parametrize("name", FED)
@@ -160,7 +166,7 @@ def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strate
     """`Running(Accuracy, 2)` gave 0.0 instead of 0.4, `RunningMean` nan; others were refused after the first epoch."""
     if name == "bootstrap" and strategy not in STRATEGIES[:2]:
         pytest.skip("BootStrapper draws random numbers, which threads share in an order of their own")
-    expected = measured(SingleDeviceStrategy(), 1, *FED[name], by_forward)
+    expected = on_one_device(*FED[name], by_forward)
     found = measured(strategy(), devices, *FED[name], by_forward)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
 

@@ -50,7 +50,7 @@ def _train(
     kind: str, num_ranks: int, source: Path | None, target: Path | None, sharded: bool = True, **options: Any
 ) -> Tensor:
     """Train for two epochs of four batches of all ranks, from a checkpoint, or saving one after every step."""
-    given = {name: options.pop(name) for name in ("replicas",) if name in options}
+    given = {name: options.pop(name) for name in ("replicas", "timeout_s") if name in options}
     ranked = {"batch_size_is": "global", "timeout_s": 60, **given}
     strategy = SingleDeviceStrategy() if kind == "one" else STRATEGIES[kind](**ranked)
     callbacks: list[Any] = [EMAWeightAveraging(decay=0.7)] if options.pop("averages", False) else []
@@ -182,7 +182,7 @@ def _killed(num_ranks: int, target: Path, victim: int) -> None:
         return own(*args)
 
     files._write_rows = dying
-    _train("fsdp", num_ranks, None, target, background=True)
+    _train("fsdp", num_ranks, None, target, background=True, timeout_s=10)  # which the other rank waits for
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -171,7 +171,7 @@ def _all_trained(num_ranks: int) -> dict[str, Any]:
     return {name: _trained(name, num_ranks) for name in MAKERS}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_modules_and_callbacks_train_as_on_one_device(num_ranks: int) -> None:
     by_rank = run_ranks(_all_trained, num_ranks, num_ranks, timeout_s=400)
     for name in MAKERS:

@@ -1,6 +1,7 @@
 """What needs a configuration only is answered without importing torch or Lightning."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -8,68 +9,82 @@ from pathlib import Path
 
 import pytest
 
+from evener import trainer as face
 from evener.trainer.cli import train as command
 from evener.trainer.cli.main import LAUNCHER_VARIABLES, main
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import runpy, sys
-try:
-    runpy.run_path("train.py", run_name="__main__")
-except SystemExit as exc:
-    print("ended:", exc.code)
-print("imported:", sorted({"torch", "pytorch_lightning", "lightning", "scipy"} & set(sys.modules)))
+import contextlib, io, json, os, runpy, sys
+from evener.trainer.cli import tool
+
+for name, words, environment in json.loads(sys.argv[1]):
+    said, before = io.StringIO(), dict(os.environ)
+    sys.argv = [name, *words]
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            tool.main() if name == "evener" else runpy.run_path(name, run_name="__main__")
+        except SystemExit as exc:
+            print("ended:", exc.code)
+    os.environ.clear()
+    os.environ.update(before)
+    imported = sorted({"torch", "pytorch_lightning", "lightning", "scipy"} & set(sys.modules))
+    print(json.dumps([said.getvalue(), imported]), file=sys.__stdout__)
 """
+TRAIN = str(ROOT / "train.py")
+ANSWERS: list[tuple[str, list[str], str]] = [
+    (TRAIN, ["--help"], "== Groups =="),
+    (TRAIN, ["--cfg", "job"], "strategy:"),
+    (TRAIN, ["--cfg", "job", "checkpoint.async=true"], "  background: true"),
+    (TRAIN, ["--cfg", "job", "ckpt_path=last"], "resume: last"),
+    (TRAIN, ["module.lrr=1"], "module.lrr is unknown"),
+    (TRAIN, ["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
+    (TRAIN, ["trainer.max_epochs=abc"], "trainer.max_epochs=abc is not allowed. Give a whole number"),
+    (TRAIN, ["mode=evaluate"], "mode=evaluate is unknown"),
+    (TRAIN, ["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
+    (TRAIN, ["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
+    (TRAIN, ["precision=foo"], "precision=foo is not allowed. Give 64, 32, 16, transformer-engine"),
+    (TRAIN, ["devices=1.5"], "devices=1.5 is not allowed. Give a whole number"),
+    (TRAIN, ["data.batch_size=abc"], "data.batch_size=abc is not allowed. Give a whole number >= 1"),
+    (TRAIN, ["module.lr=abc"], "module.lr=abc is not allowed. Give a number >= 0"),
+    (TRAIN, ["+lr=0.1"], "lr is read by nothing"),
+    (TRAIN, ["-sc", "query=bash"], "strategy=balanced_dp"),
+    ("evener", ["--version"], "evener "),
+    ("evener", ["strategies"], "balanced_dp"),
+    ("evener", ["new", "mine"], "mine"),
+    ("evener", ["train", "--help"], "== Groups =="),
+]
+"""A command, its words, and what they are answered; a shell that completes words asks by a variable, too."""
 
 
-def answer(*words: str, **env: str) -> str:
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[str]]]:
+    """What all commands say, one after the other in one process, and what is imported after each."""
     # what torch leaves behind where it has trained in this process, such as MASTER_PORT, says that a launcher is there
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     clean["KUBERNETES_PORT"] = "tcp://10.0.0.1:443"  # as in every pod, launched or not
+    asks = {"COMP_LINE": "train.py strategy=balanced_d"}
+    commands = [(name, words, asks if "-sc" in words else {}) for name, words, _ in ANSWERS]
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], cwd=ROOT, env={**clean, **env}, timeout=300, capture_output=True,
-        text=True, check=True,
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)], cwd=tmp_path_factory.mktemp("home"), env=clean,
+        timeout=300, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--help"], "== Groups =="),
-        (["--cfg", "job"], "strategy:"),
-        (["--cfg", "job", "checkpoint.async=true"], "  background: true"),
-        (["--cfg", "job", "ckpt_path=last"], "resume: last"),
-        (["module.lrr=1"], "module.lrr is unknown"),
-        (["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
-        (["trainer.max_epochs=abc"], "trainer.max_epochs=abc is not allowed. Give a whole number"),
-        (["mode=evaluate"], "mode=evaluate is unknown"),
-        (["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
-        (["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
-        (["precision=foo"], "precision=foo is not allowed. Give 64, 32, 16, transformer-engine"),
-        (["devices=1.5"], "devices=1.5 is not allowed. Give a whole number"),
-        (["data.batch_size=abc"], "data.batch_size=abc is not allowed. Give a whole number >= 1"),
-        (["module.lr=abc"], "module.lr=abc is not allowed. Give a number >= 0"),
-        (["+lr=0.1"], "lr is read by nothing"),
-    ],
-)
-def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(words: list[str], told: str) -> None:
-    said = answer(*words)
-    assert told in said
-    assert "imported: []" in said
-
-
-def test_tab_completion_needs_neither_torch_nor_lightning() -> None:
-    said = answer("-sc", "query=bash", COMP_LINE="train.py strategy=balanced_d")
-    assert "strategy=balanced_dp" in said
-    assert "strategy=balanced_ddp" in said
-    assert "imported: []" in said
+@pytest.mark.parametrize("number", range(len(ANSWERS)), ids=[" ".join(words) for _, words, _ in ANSWERS])
+def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(
+    number: int, answers: list[tuple[str, list[str]]]
+) -> None:
+    said, imported = answers[number]
+    assert ANSWERS[number][2] in said
+    assert imported == []
 
 
 def test_the_face_of_the_trainer_is_whole() -> None:
-    code = "import evener.trainer as face; print(*(getattr(face, name).__name__ for name in face.__all__))"
-    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["ConfigError", "Result", "Trainer", "compose", "main", "train"]
+    names = [getattr(face, name).__name__ for name in face.__all__]
+    assert names == ["ConfigError", "Result", "Trainer", "compose", "main", "train"]
 
 
 @pytest.mark.parametrize("words", [["mode=fit"], ["--cfg", "job"], ["strategy=nope"]])

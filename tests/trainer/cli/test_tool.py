@@ -1,8 +1,6 @@
 """The command `evener`, in this process."""
 
-import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -111,20 +109,6 @@ def test_a_project_shows_every_group_with_what_each_file_is(
     assert "\n# Units of each hidden layer.\nhidden: 64\n" in told
     assert "\n# Seconds that a rank waits for the others before it fails.\ntimeout_s: 1800\n" in told
     assert "\nname: mine\n" in told
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("words", [["--version"], ["strategies"], ["new", "mine"], ["train", "--help"]])
-def test_what_needs_no_torch_is_answered_without_it(words: list[str], tmp_path: Path) -> None:
-    script = (
-        "import sys\nfrom evener.trainer.cli.tool import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print('imported:', sorted({'torch', 'pytorch_lightning'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=tmp_path, env=dict(os.environ), timeout=300, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert "imported: []" in done.stdout
 
 
 @pytest.mark.parametrize(
