@@ -8,7 +8,7 @@
 
 Each run of `train.py` is drawn from the seed, done once undisturbed, and once more while ranks kill or freeze
 themselves (`goodput_module.py`). Compared: samples of each batch, weights and optimizers (1e-10, float64), metrics.csv
-(1e-9) and TensorBoard's points (1e-6, float32), each once and in one file. A recovery lasts from the kill to the first
+(1e-9) and TensorBoard's points (1e-6, float32), each once. A recovery lasts from the kill to the first
 hook of the module in the new group, or process. Linux only.
 """
 
@@ -154,17 +154,13 @@ def batches(folder: Path) -> dict[tuple[int, int], list[int]]:
 
 def points(run_dir: Path) -> list[tuple[str, int, float]]:
     """The points of TensorBoard, each as often as it is there."""
-    files = sorted(run_dir.rglob("events.out.tfevents.*"))
-    if len(files) != 1:
-        return [(f"{len(files)} event files", 0, 0.0)]
-    found: list[tuple[str, int, float]] = []
-    for event in LegacyEventFileLoader(str(files[0])).Load():
-        found += [
-            (value.tag, event.step, value.simple_value)
-            for value in event.summary.value
-            if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(TIMES)
-        ]
-    return sorted(found)
+    return sorted(
+        (value.tag, event.step, value.simple_value)
+        for file in run_dir.rglob("events.out.tfevents.*")
+        for event in LegacyEventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.WhichOneof("value") == "simple_value" and not value.tag.startswith(TIMES)
+    )
 
 
 TIMES = ("speed/", "device/", "balance/")

@@ -65,8 +65,7 @@ def _verified(method: Method) -> Method:
         try:
             return method(self, *args, **kwargs)
         finally:
-            if self.strategy.launcher is not None:
-                refresh_files(self.loggers, trained=method is pl.Trainer.fit)
+            refresh_files(self.loggers, method is pl.Trainer.fit, self.strategy.launcher is not None)
 
     return cast("Method", verified)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
 from evener.trainer import Result
 
@@ -16,3 +17,14 @@ def events(result: Result) -> EventAccumulator:
     accumulator = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
     accumulator.Reload()
     return accumulator
+
+
+def raw_points(folder: Path) -> list[tuple[str, int, float]]:
+    """All points (tag, step, value) that event files have, each as often as it is there, in TensorBoard's order."""
+    return [
+        (value.tag, event.step, value.simple_value)
+        for file in sorted(folder.rglob("events.out.tfevents.*"))
+        for event in LegacyEventFileLoader(str(file)).Load()
+        for value in event.summary.value
+        if value.WhichOneof("value") == "simple_value"
+    ]

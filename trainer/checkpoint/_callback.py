@@ -240,7 +240,6 @@ class Checkpoint(ModelCheckpoint):
     def take_snapshot(self, trainer: pl.Trainer) -> None:
         """Take the snapshot that is due."""
         assert self.snapshots is not None
-        _flush_logs(trainer)
         self.snapshots.take(trainer)
 
     def save(self, trainer: pl.Trainer) -> None:
@@ -251,7 +250,6 @@ class Checkpoint(ModelCheckpoint):
         """
         self.due = False
         self._last_batch_saved = _num_batches(trainer)
-        _flush_logs(trainer)
         candidates = self._monitor_candidates(trainer)
         candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
         known = self.monitor is None or self.monitor in candidates
@@ -392,11 +390,3 @@ def _verify_spelling(monitor: str, logged: Iterable[str]) -> None:
 def _num_batches(trainer: pl.Trainer) -> int:
     """Batches trained on so far, in all epochs."""
     return trainer.fit_loop.epoch_loop.total_batch_idx
-
-
-def _flush_logs(trainer: pl.Trainer) -> None:
-    """Flush the loggers, so that a crash after this checkpoint loses no logged values before it."""
-    for log in trainer.loggers if trainer.is_global_zero else []:
-        flush = getattr(getattr(log, "experiment", None), "flush", None)
-        if flush is not None:
-            flush()

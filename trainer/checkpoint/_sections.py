@@ -6,8 +6,7 @@
 | counters of loops, attributes of module, callbacks and schedulers, buffers | as before the section |
 | metrics, values logged for the epoch, loss weights, random streams, positions | as each rank, the dead one too, has |
 | | left them on the board; carried over to fewer ranks as those of a checkpoint are |
-| points logged | a first rank that lives passes over what it has logged since; a new one cuts the files back to where |
-| | they ended before the section |
+| points logged | the first rank cuts the files back to where they ended before the section |
 """
 
 import copyreg
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from torch.optim import LBFGS
 
 from ...strategies.core.internals import callbacks_of
 from ...strategies.data.loaders import source_of
+from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
 from ...strategies.registry import ranks_of
 from ..loggers import journal
@@ -56,7 +57,7 @@ class Sections:
         self._works: list[Callable[[], Any]] = []
         self._num_counted = 0
         self._before = _Before(trainer)
-        self._calls = _LoggerCalls(trainer)
+        self._points = _Points(trainer.loggers)
         self._is_first: bool = trainer.is_global_zero
         survivor.when_forked.append(self._begin_forked)
 
@@ -91,7 +92,6 @@ class Sections:
             return work()
         if not self._works:
             self._before.keep()
-            self._calls.keep()
         self._works.append(work)
         number, self.ends, again = self._num_counted, counts, False
         while True:
@@ -135,9 +135,8 @@ class Sections:
         loop, strategy = self._trainer.fit_loop.epoch_loop, self._trainer.strategy
         if self._trainer.training and loop._results.pending is not None:
             self._trainer._logger_connector.exchange(loop._results, early=True)
-        ends = self._calls.now()
-        self._survivor.commit(self._record(ends))
-        self._calls.ends = ends
+        self._survivor.commit(self._record(journal.ends(self._trainer)))
+        self._points.send()
         strategy.sync.settle()
         self._num_counted += 1
         self._works.clear()
@@ -151,7 +150,7 @@ class Sections:
         self._survivor.when_forked.clear()
         self._before.forget()  # which holds iterators, whose workers end with them
         self._works.clear()
-        self._calls.end()
+        self._points.end()
 
     def _record(self, ends: dict[str, int]) -> bytes:
         state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
@@ -175,7 +174,7 @@ class Sections:
         strategy = trainer.strategy
         new = survivor.regroup(strategy.group.timeout_s)
         self._before.restore()
-        self._calls.restore()
+        self._points.forget()
         strategy.regroup(new)
         loop, num = trainer.fit_loop.epoch_loop, len(new.kept)
         for one in (loop._results, loop.val_loop._results):
@@ -189,17 +188,23 @@ class Sections:
         state = states[new.rank] if same else state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _run_state.restore(trainer, state, begins_epoch=False)
-        if trainer.is_global_zero and not self._is_first:
-            for take_over in survivor.when_first:
+        if trainer.is_global_zero:
+            journal.go_on(trainer.loggers, left[0][1])
+            for take_over in () if self._is_first else self._take_over():
                 take_over()
-            self._calls.take_over(left[0][1])
-            self._is_first = True
-        survivor.ready(self._record(self._calls.ends))
+        survivor.ready(self._record(journal.ends(trainer)))
         survivor.is_new = False
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
         )
+
+    def _take_over(self) -> list[Callable[[], None]]:
+        """What this process does as the first rank, in the place of one that has died."""
+        self._is_first = True
+        for logger in self._points.others:
+            raise RankError(f"{type(logger).__name__} can't be continued by another process.")
+        return self._survivor.when_first
 
     def _begin_forked(self) -> None:
         """Leave to the process that this one was forked from what only the first rank does, and its threads."""
@@ -320,53 +325,30 @@ def _containers(space: dict[str, Any]) -> list[tuple[Any, Any]]:
     ]
 
 
-class _LoggerCalls:
-    """Has each call of `log_metrics` since a section began count once, though the section is done again.
-
-    Attributes:
-        ends: where the files ended before the section; empty on ranks other than the first.
+class _Points:
+    """Has each point count once, though the section that logs it is done again: other loggers than those of files,
+    which are cut back, get it once the section counts.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._done: list[Any] = []
-        self._due: list[Any] = []
-        self.ends: dict[str, int] = {}
-        self._is_new = True
-        for number, logger in enumerate(trainer.loggers):
-            logger.log_metrics = self._once(number, logger.log_metrics)
+    def __init__(self, loggers: list[Any]) -> None:
+        self.others = [logger for logger in loggers if not isinstance(logger, journal.KEPT)]
+        self._waiting: list[Callable[[], None]] = []
+        for logger in self.others:
+            logger.log_metrics = partial(self._wait, logger.log_metrics)
 
-    def _once(self, number: int, log: Callable[..., None]) -> Callable[..., None]:
-        def once(metrics: Any, step: Any = None) -> None:
-            call = number, step, frozenset(metrics)  # in any order, and not all: times are measured anew
-            for due in self._due:
-                if due[:2] == call[:2] and call[2] <= due[2]:
-                    self._due.remove(due)
-                    return
-            log(metrics, step)
-            self._done.append(call)
-            self._is_new = True
+    def _wait(self, log: Callable[..., None], metrics: Any, step: Any = None) -> None:
+        self._waiting.append(partial(log, dict(metrics), step))
 
-        return once
+    def send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for log in waiting:
+            log()
 
-    def now(self) -> dict[str, int]:
-        """Where the files end, with all that was logged."""
-        is_new, self._is_new = self._is_new, False
-        return journal.positions(self._trainer) if is_new else self.ends
-
-    def keep(self) -> None:
-        self._done, self._due = [], []
-
-    def restore(self) -> None:
-        self._due, self._is_new = self._done.copy(), True
-
-    def take_over(self, ends: dict[str, int]) -> None:
-        """Continue the files of the first rank from where they ended before the section."""
-        journal.go_on(self._trainer.loggers, ends)
-        self.keep()
-        self.ends = ends
+    def forget(self) -> None:
+        self._waiting.clear()
 
     def end(self) -> None:
         """Leave the loggers as they were."""
-        for logger in self._trainer.loggers:
+        self.send()
+        for logger in self.others:
             vars(logger).pop("log_metrics", None)

@@ -242,7 +242,7 @@ class ResumingFitLoop(_FitLoop):
         point = ResumePoint(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
-            journal.positions(self.trainer),
+            journal.ends(self.trainer),
             counts_global_batches(self.trainer),
             [own] if self.trainer.world_size == 1 else gather_objects(own, only_first=True) or None,
         )
@@ -336,7 +336,8 @@ class ResumingFitLoop(_FitLoop):
             for callback in callbacks_of(self.trainer):
                 if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
                     callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
-        journal.cut_back(self.trainer, self.resumed.rows)
+        loggers = self.trainer.loggers if self.trainer.is_global_zero else []
+        journal.cut_back(loggers, None if self.trainer.ckpt_path is None else self.resumed.rows)
         if self.resumed.point == "after_epoch":
             # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
             self._resuming_from_checkpoint = False

@@ -1,24 +1,37 @@
-"""Continue the files that loggers append to: one file per run, cut back to where a checkpoint was that the run resumes.
+"""Keep the files that loggers append to: checkpoints store where they end, and a run that goes on cuts them back.
 
-Rows of CSV files are counted, and removed from a number on; TensorBoard is told from which step on points are void.
+| file | position | cut back |
+|---|---|---|
+| `metrics.csv` | rows | later ones are removed |
+| event files | bytes | what follows is removed, and the files begun later |
+
+Every process begins an event file of its own. TensorBoard may be reading in the one before, and must not find other
+bytes at its place.
 """
 
 import csv
 import io
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from tensorboard.compat.proto import event_pb2 as event_pb2_module
 from typing_extensions import override
 
-from ...strategies.distributed.store import RankError
-from .tensorboard import TensorBoardLogger, event_files
+from .tensorboard import SUFFIX, TensorBoardLogger, event_files
+
+Ends: TypeAlias = Mapping[str, int]
+"""Where files end, by path: rows of CSV files, bytes of event files."""
+KEPT = (pl_loggers.CSVLogger, pl_loggers.TensorBoardLogger)
+"""The loggers whose files are cut back."""
+_decided = WeakKeyDictionary[Any, list[Path]]()
+"""Event files of loggers that stay: a training run of this process, or of one that it started, decided about them."""
 
 
 class MetricsFile(ExperimentWriter):
@@ -116,15 +129,11 @@ class CSVLogger(pl_loggers.CSVLogger):
         return self._experiment
 
 
-# protobuf creates its classes at run time
-event_pb2: Any = event_pb2_module
-
-
 def open_files(loggers: list[Any]) -> None:
     """Settle where loggers write before other processes start, each of which would choose a directory of its own.
 
-    Lightning's CSV logger gets a writer that can continue its file, too; in a restarted process it does so. What the
-    script has logged is written, lest its processes write it once more.
+    Lightning's loggers get files that can be cut back, too; its CSV logger continues its file in a restarted process.
+    What the script has logged is written, lest its processes write it once more.
 
     Args:
         loggers: the trainer's; only those of files are touched, and only on rank 0.
@@ -132,8 +141,10 @@ def open_files(loggers: list[Any]) -> None:
     if getattr(rank_zero_only, "rank", 0) != 0:
         return
     for logger in loggers:
-        if isinstance(logger, (pl_loggers.CSVLogger, pl_loggers.TensorBoardLogger)):
+        if isinstance(logger, KEPT):
             _ = logger.version
+        if isinstance(logger, pl_loggers.TensorBoardLogger):
+            logger._kwargs.setdefault("filename_suffix", SUFFIX)
         if not isinstance(logger, pl_loggers.CSVLogger):
             continue
         before = logger._experiment
@@ -147,72 +158,77 @@ def open_files(loggers: list[Any]) -> None:
             logger.experiment.save()
 
 
-def refresh_files(loggers: list[Any], trained: bool) -> None:
-    """Read what the processes that have ended wrote to the files of CSV loggers.
+def refresh_files(loggers: list[Any], trained: bool, others_wrote: bool) -> None:
+    """Note after a call of the trainer what its files hold.
 
     Args:
-        trained: whether the processes ran `fit`, and so decided about the rows of earlier runs.
+        trained: whether it ran `fit`, and so decided about what earlier processes have logged.
+        others_wrote: whether it did so in other processes, which have ended.
     """
-    for file in _files(loggers):
+    for file in _files(loggers) if others_wrote else []:
         file.refresh()
         file.num_inherited = 0 if trained else file.num_inherited
+    for logger in loggers if getattr(rank_zero_only, "rank", 0) == 0 else []:
+        if trained or logger in _decided:
+            _decided[logger] = _events_of(logger)
 
 
-def positions(trainer: pl.Trainer) -> dict[str, int]:
-    """Write all that was logged to the disk, and say where each file ends; empty on ranks other than 0.
-
-    Returns:
-        Rows of CSV files, bytes of event files, by path.
-    """
+def ends(trainer: pl.Trainer) -> dict[str, int]:
+    """Write all that was logged to the disk, and say where each file ends; empty on ranks other than 0."""
     found: dict[str, int] = {}
     for logger in trainer.loggers if trainer.is_global_zero else []:
-        if isinstance(logger, TensorBoardLogger):
-            writer: Any = logger.experiment
-            writer.flush()
-            path = writer._get_file_writer().event_writer._file_name
-            found[os.path.abspath(path)] = os.path.getsize(path)
+        if isinstance(logger, pl_loggers.TensorBoardLogger):
+            logger.experiment.flush()
+            found |= {str(path): path.stat().st_size for path in _events_of(logger)}
         for file in _files([logger]):
             file.save()
             found[os.path.abspath(file.metrics_file_path)] = file.num_rows
     return found
 
 
-def cut_back(trainer: pl.Trainer, counted: Mapping[str, int]) -> None:
-    """Withdraw what a run will log again: rows of files, and TensorBoard's points after its present step.
+def cut_back(loggers: list[Any], at: Ends | None) -> None:
+    """Withdraw what earlier processes have logged and this one will log again.
 
     Args:
-        counted: what `positions` returned when the checkpoint was written that the run resumes, if it resumes one. The
-            rows of a file that is not among them are kept: it may have been moved.
+        at: what `ends` returned when the checkpoint was written that the run resumes; None if it starts anew. A file
+            of rows that is not among them is kept, since it may have been moved, and so are all event files if none is.
+            Event files of Lightning's own logger are also kept if it starts anew.
     """
-    loggers = trainer.loggers if trainer.is_global_zero else []
     for file in _files(loggers):
-        rows = 0 if trainer.ckpt_path is None else counted.get(os.path.abspath(file.metrics_file_path))
+        rows = 0 if at is None else at.get(os.path.abspath(file.metrics_file_path))
         if rows is not None:
             file.keep_rows(rows)
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
-    for log in (logger for logger in loggers if isinstance(logger, pl_loggers.TensorBoardLogger)):
-        writer: Any = log.experiment
-        several = len(event_files(log.log_dir)) > 1
-        if several or getattr(writer, "continues", False):
-            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            writer._get_file_writer().add_event(event_pb2.Event(session_log=started), step)
-
-
-def go_on(loggers: list[Any], at: Mapping[str, int]) -> None:
-    """Continue the files of a process that has died, where they ended by its `positions`.
-
-    Raises:
-        RankError: a logger has no such file.
-    """
+    sizes = {os.path.basename(path): size for path, size in (at or {}).items()}
     for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            path = os.path.abspath(event_files(logger.log_dir)[-1])
-            os.truncate(path, at[path])
-        elif isinstance(logger, pl_loggers.CSVLogger):
-            logger._experiment = file = MetricsFile(logger.log_dir, keep=True)
-            file.keep_rows(at[os.path.abspath(file.metrics_file_path)])
-        else:
-            raise RankError(f"{type(logger).__name__} can't be continued by another process.")
+        files = _events_of(logger)
+        writer: Any = logger._experiment if files else None
+        own = None if writer is None else Path(writer._get_file_writer().event_writer._file_name).name
+        cuts = isinstance(logger, TensorBoardLogger) if at is None else any(path.name in sizes for path in files)
+        for path in files if cuts else []:
+            if path.name == own or path in _decided.get(logger, ()):
+                continue
+            if size := min(sizes.get(path.name, 0), path.stat().st_size):
+                os.truncate(path, size)
+            else:
+                path.unlink()
+
+
+def go_on(loggers: list[Any], at: Ends) -> None:
+    """Continue the files from where they ended, in this process or in one that has died."""
+    for logger in (one for one in loggers if isinstance(one, KEPT)):
+        writer: Any = logger._experiment
+        if isinstance(logger, pl_loggers.CSVLogger):
+            logger._experiment = MetricsFile(logger.log_dir, keep=True)
+        elif writer is not None:
+            writer.close()
+            logger._experiment = None
+    _decided.clear()
+    cut_back(loggers, at)
+
+
+def _events_of(logger: Any) -> list[Path]:
+    found = event_files(logger.log_dir) if isinstance(logger, pl_loggers.TensorBoardLogger) else []
+    return [path.absolute() for path in found]
 
 
 def _files(loggers: list[Any]) -> list[MetricsFile]:

@@ -1,20 +1,15 @@
 """Log to TensorBoard: one event stream per run, in the run directory."""
 
 import re
-import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
-from lightning_fabric.loggers.logger import rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.hparams import plugin_data_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter, _AsyncWriter
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import FileWriter, SummaryWriter
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 from typing_extensions import override
 
@@ -22,15 +17,17 @@ from ...strategies import ConfigError
 from ...strategies.core.options import Count
 from .hparams import shown, without_repetition
 
-_HEADER, _FOOTER_BYTES = struct.Struct("<QI"), 4
+SUFFIX = ".evener"
+"""How the names of event files end that are cut back to where a checkpoint was written that a run resumes."""
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     """Lightning's TensorBoard logger with one event file from the first step to the last test metric.
 
     Lightning's logger closes its file after `fit`, so that `test` opens a second one, and writes a placeholder
-    `hp_metric`. Here the HPARAMS tab has the final values of the logged metrics, and a run that goes on in its
-    directory continues its file.
+    `hp_metric`. Here the HPARAMS tab has the final values of the logged metrics. With this project's trainer a run that
+    is resumed in its directory begins another file, and the earlier ones keep the points up to its checkpoint; one that
+    starts anew there removes the files of earlier runs.
 
     Args:
         save_dir: directory of the event file.
@@ -39,8 +36,8 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     """
 
     def __init__(self, save_dir: str | Path, flush_secs: Count = 30, log_graph: bool = False) -> None:
-        options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "log_graph": log_graph}
-        super().__init__(save_dir=str(save_dir), name="", version="", **options)
+        options: dict[str, Any] = {"default_hp_metric": False, "flush_secs": flush_secs, "filename_suffix": SUFFIX}
+        super().__init__(str(save_dir), name="", version="", log_graph=log_graph, **options)
         self.differing: list[str] = []
         """Hyperparameters that distinguish this run from others; the HPARAMS tab lists them and the strategy first."""
         self._tags: set[str] = set()
@@ -51,15 +48,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @override
     def log_dir(self) -> str:
         return self.save_dir
-
-    @property
-    @override
-    @rank_zero_experiment
-    def experiment(self) -> SummaryWriter:
-        """torch's writer; on other ranks than 0 it does nothing."""
-        if self._experiment is None:
-            self._experiment = ContinuingWriter(self.log_dir, **self._kwargs)
-        return self._experiment
 
     @override
     @rank_zero_only
@@ -155,53 +143,9 @@ def mark_differing(experiment: Any, differing: Collection[str]) -> None:
         value.metadata.plugin_data.content = data.SerializeToString()
 
 
-def event_files(folder: str) -> list[Path]:
-    """The event files in a folder, in the order in which TensorBoard reads them."""
-    return sorted(Path(folder).glob("events.out.tfevents.*"))
-
-
-class ContinuingWriter(SummaryWriter):
-    """torch's writer, which continues the newest event file of its directory, if there is one.
-
-    Attributes:
-        continues: whether the file has events of an earlier process.
-    """
-
-    continues = False
-
-    @override
-    def _get_file_writer(self) -> Any:
-        earlier = event_files(self.log_dir)
-        if earlier and not vars(self).get("file_writer"):
-            self.file_writer = FileWriter.__new__(FileWriter)
-            self.file_writer.event_writer = _Appending(earlier[-1], self.max_queue, self.flush_secs)
-            self.all_writers, self.continues = {str(self.log_dir): self.file_writer}, True
-        return super()._get_file_writer()
-
-
-class _Appending(EventFileWriter):
-    def __init__(self, file: Path, max_queue: int, flush_secs: int) -> None:
-        self._logdir = str(file.parent)
-        self._file_name = str(file)
-        with open(file, "r+b") as existing:  # what follows a record that is torn can't be read
-            existing.truncate(end_of_records(existing))
-        self._general_file_writer = open(file, "ab")  # noqa: SIM115  # closed by the writer
-        self._async_writer = _AsyncWriter(RecordWriter(self._general_file_writer), max_queue, flush_secs)
-
-
-def end_of_records(file: Any) -> int:
-    """Find, in bytes, the end of the last record of an event file, opened in binary mode, that is whole."""
-    size, end = file.seek(0, 2), 0
-    while True:
-        file.seek(end)
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size:
-            return end
-        length, check = _HEADER.unpack(header)
-        following = end + _HEADER.size + length + _FOOTER_BYTES
-        if following > size or check != masked_crc32c(header[:8]):
-            return end
-        end = following
+def event_files(folder: str | Path) -> list[Path]:
+    """The event files that runs have begun in a folder, in the order in which TensorBoard reads them."""
+    return sorted(Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"))
 
 
 Layout: TypeAlias = dict[str, dict[str, list[Any]]]

@@ -1,51 +1,121 @@
-"""A run has one event file, also if it is restarted, and if its last record was cut off."""
+"""TensorBoard's files have each point once, whatever ended the processes of a run before."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger as LightningsLogger
+from seen import raw_points
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
 
+from evener.trainer import Trainer, compose, train
+from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.loggers import TensorBoardLogger
 
 
-def log(folder: Path, values: dict[int, float]) -> None:
-    logger = TensorBoardLogger(folder)
-    for step, value in values.items():
-        logger.log_metrics({"loss": value}, step)
-    logger.close()
+class Fails(pl.LightningModule):
+    """Logs its step's number, and fails at a step."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == self.at:
+            raise KeyError("enough")
+        self.log("index", float(self.trainer.global_step))
+        return self.layer(batch[0]).square().mean()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", 1.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def logged(folder: Path) -> list[tuple[int, float]]:
-    (file,) = folder.iterdir()
-    events = EventAccumulator(str(file))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("loss")]
+LOADER = DataLoader(TensorDataset(torch.ones(8, 1)), 1)
 
 
-@pytest.mark.parametrize("torn", [b"", b"\x30\x00", b"\x30" + 7 * b"\x00" + b"1234half of a record", 64 * b"\x00"])
-def test_a_writer_continues_the_file_of_the_one_before(torn: bytes, tmp_path: Path) -> None:
-    log(tmp_path, {0: 4.0, 1: 3.0})
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes() + torn)
-    log(tmp_path, {2: 2.0})
-    log(tmp_path, {3: 1.0})
-    assert logged(tmp_path) == [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0)]
+def fit(folder: Path, at: int | None = None, resume: bool = False, kind: Any = TensorBoardLogger) -> Trainer:
+    """Train 8 steps, with a checkpoint at steps 3 and 6, as a process of its own would: with new objects."""
+    logger = kind(folder) if kind is TensorBoardLogger else kind(folder, name="", version="")
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=logger, log_every_n_steps=1,
+        callbacks=[Checkpoint(folder / "checkpoints", every_n_steps=3)],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    last = folder / "checkpoints" / "last.ckpt" if resume else None
+    try:
+        trainer.fit(Fails(at), LOADER, ckpt_path=last, weights_only=True)
+    finally:
+        if kind is TensorBoardLogger:
+            logger.close()
+    return trainer
 
 
-def test_the_last_record_is_lost_if_it_is_cut_off(tmp_path: Path) -> None:
-    log(tmp_path, {0: 4.0, 1: 3.0})
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:-5])
-    log(tmp_path, {2: 2.0})
-    assert logged(tmp_path) == [(0, 4.0), (2, 2.0)]
+def test_a_second_fit_of_one_logger_keeps_what_was_logged_since_the_first(tmp_path: Path) -> None:
+    logger = LightningsLogger(tmp_path, name="", version="")  # which begins a file for each call
+    for last in (None, tmp_path / "checkpoints" / "last.ckpt"):
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=2 if last else 1, logger=logger, log_every_n_steps=1,
+            callbacks=[Checkpoint(tmp_path / "checkpoints")], enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Fails(), LOADER, ckpt_path=last, weights_only=True)
+        trainer.test(Fails(), LOADER, verbose=False)
+    assert steps(tmp_path) == list(range(16))
+    assert steps(tmp_path, "tested") == [8, 16]
 
 
-def test_the_newest_file_of_several_is_continued(tmp_path: Path) -> None:
-    log(tmp_path, {0: 4.0})
-    (first,) = tmp_path.iterdir()
-    newer = first.rename(tmp_path / "events.out.tfevents.0000000002.host.1.0")
-    older = tmp_path / "events.out.tfevents.0000000001.host.1.0"
-    older.write_bytes(newer.read_bytes())
-    size = older.stat().st_size
-    log(tmp_path, {1: 3.0})
-    assert older.stat().st_size == size < newer.stat().st_size
+def steps(folder: Path, tag: str = "index") -> list[int]:
+    return sorted(step for name, step, _ in raw_points(folder) if name == tag)
+
+
+@pytest.mark.parametrize("kind", [TensorBoardLogger, LightningsLogger])
+def test_points_after_the_checkpoint_are_withdrawn_however_often_a_run_dies(kind: Any, tmp_path: Path) -> None:
+    for at in (5, 4, 7):  # the second dies before it has saved: what it has logged comes after step 3, too
+        with pytest.raises(KeyError):
+            fit(tmp_path, at, resume=at != 5, kind=kind)
+        (newest := max(tmp_path.glob("events.*"))).write_bytes(newest.read_bytes()[:-3])  # a record cut in two
+    fit(tmp_path, resume=True, kind=kind)
+    assert steps(tmp_path) == list(range(8))
+
+
+def test_a_checkpoint_later_than_the_points_left_extends_no_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        fit(tmp_path, at=5)
+    (file,) = tmp_path.glob("events.*")
+    file.write_bytes(file.read_bytes()[:60])
+    size = file.stat().st_size
+    fit(tmp_path, resume=True)
+    assert file.stat().st_size == size
+    assert steps(tmp_path)[-5:] == [3, 4, 5, 6, 7]
+
+
+def test_files_of_others_and_of_another_run_stay(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        fit(tmp_path / "first", at=5)
+    with SummaryWriter(str(tmp_path / "first")) as own:
+        own.add_scalar("index", 1.0, 100)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "first" / "checkpoints").rename(tmp_path / "second" / "checkpoints")
+    fit(tmp_path / "second", resume=True)
+    assert steps(tmp_path / "first") == [0, 1, 2, 3, 4, 100]
+    assert steps(tmp_path / "second") == [3, 4, 5, 6, 7]
+
+
+def test_a_command_that_starts_again_before_it_has_saved_has_each_point_once(tmp_path: Path) -> None:
+    words = [
+        f"log_dir={tmp_path}", "accelerator=cpu", "trainer.max_epochs=1", "trainer.limit_train_batches=3",
+        "resume=auto", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "checkpoint=none",
+        "test_after_fit=false",
+    ]  # fmt: skip
+    cfg = compose(words)
+    run_dir = Path(train(cfg).run_dir)
+    before = steps(run_dir, "train/loss")
+    assert before == [0, 1, 2]
+    train(cfg)
+    assert steps(run_dir, "train/loss") == before
