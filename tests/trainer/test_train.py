@@ -471,31 +471,6 @@ def test_the_script_runs_once_and_sees_trained_weights(tmp_path: Path) -> None: 
     assert (tmp_path / "after_fit").read_text() == "4\n"
 
 
-PLAIN_SCRIPT = """
-from pathlib import Path
-import torch
-from evener.examples.digits import DigitsClassifier, DigitsDataModule
-from evener.trainer import Trainer
-Path("side_effects").open("a").write("once\\n")
-module = DigitsClassifier()
-before = {name: value.clone() for name, value in module.state_dict().items()}
-trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=3, logger=False,
-                  enable_checkpointing=False, enable_progress_bar=False)
-trainer.fit(module, datamodule=DigitsDataModule())
-changed = any(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
-Path("after_fit").open("a").write(f"{changed}\\n")
-"""
-
-
-@pytest.mark.long
-def test_a_plain_script_with_a_trainer_runs_once(tmp_path: Path) -> None:  # pain 24
-    (tmp_path / "script.py").write_text(PLAIN_SCRIPT)
-    done = warm_python.run("script.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "side_effects").read_text() == "once\n"
-    assert (tmp_path / "after_fit").read_text() == "True\n"
-
-
 def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:  # pain 8
     jobs = ["strategy=ddp", "devices=2", "module.lr=0.1,0.01"]
     run_command(tmp_path, "-m", *jobs, "trainer.max_epochs=1", "trainer.limit_train_batches=2")
@@ -505,27 +480,3 @@ def test_a_sweep_runs_every_job_in_its_own_directory(tmp_path: Path) -> None:  #
     # what the ranks built their module with
     rates = [torch.load(result.best_checkpoint, weights_only=True)["hyper_parameters"]["lr"] for result in results]
     assert rates == [0.1, 0.01]
-
-
-FAILING = """
-import os
-from evener.examples.digits import DigitsClassifier
-
-class Failing(DigitsClassifier):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 3:
-            raise KeyError("a mistake in the user's module")
-        return super().training_step(batch, batch_idx)
-"""
-
-
-@pytest.mark.long
-def test_a_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    train_py = Path(__file__).parents[2] / "train.py"
-    options = ["strategy=ddp", "devices=2", "module._target_=failing.Failing", *SHORT]
-    run = warm_python.run(train_py, *options, cwd=tmp_path)
-    assert run.returncode == 1
-    told = run.stderr[run.stderr.index("Error: rank 1 failed") :]
-    assert "failing.py" in told
-    assert 'KeyError: "a mistake in the user\'s module"' in told

@@ -30,13 +30,6 @@ def modes() -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("threads", [False, True])
-def test_results_come_in_order(threads: bool) -> None:
-    executor = Executor(threads)
-    assert executor.run(pieces(*(lambda i=i: i for i in range(5)))) == [0, 1, 2, 3, 4]
-    executor.shutdown()
-
-
 def test_cpu_pieces_run_in_order_in_the_callers_thread() -> None:
     seen: list[int] = []
     Executor().run(pieces(*(lambda i=i: seen.append(i) for i in range(3))))
@@ -59,14 +52,6 @@ def failing(error: Exception) -> Callable[[], None]:
         raise error
 
     return fail
-
-
-@pytest.mark.parametrize("threads", [False, True])
-def test_the_first_error_comes_back_with_its_type_chunk_and_device(threads: bool) -> None:
-    executor = Executor(threads)
-    with pytest.raises(ValueError, match=r"^bad label \[chunk 2 of 3 on cpu\]$"):
-        executor.run(pieces(lambda: 1, failing(ValueError("bad label")), failing(KeyError("later"))))
-    executor.shutdown()
 
 
 def test_an_error_without_a_plain_message_keeps_its_cause() -> None:

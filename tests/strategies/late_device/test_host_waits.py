@@ -5,6 +5,7 @@ The bar reads values when it refreshes, by the clock on the wall: that is no ord
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
+    BalancedDDPStrategy,
     DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
@@ -44,24 +46,36 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: FSDPStrategy(timeout_s=60),
     "ddp of replicas": lambda: DDPStrategy(timeout_s=60, devices_per_process=2),
     "ddp_model_parallel": lambda: DDPModelParallelStrategy(timeout_s=60, num_microbatches=2),
+    "global ddp": lambda: DDPStrategy("global", timeout_s=60),
+    "balanced_ddp": lambda: BalancedDDPStrategy(weights=[2, 1], timeout_s=60),
 }
 
 
 class Logging(pl.LightningModule):
-    """Logs in several ways."""
+    """Logs in several ways, keeps an attribute as many modules do, and returns a `loss_weight` of a kind, or none."""
 
-    def __init__(self) -> None:
+    last_loss: Any = None
+
+    def __init__(self, weight: str) -> None:
         super().__init__()
+        self.weight = weight
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
         self.net = nn.Sequential(
             nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)
         )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        x, y = batch
+        loss = self.last_loss = nn.functional.cross_entropy(self.frozen(self.net(x)), y)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("number", 0.5)
         self.log("largest", loss.detach(), reduce_fx="max", on_epoch=True)
-        return loss
+        self.log("smallest", loss.detach(), reduce_fx=min, on_epoch=True)
+        self.log("sum", loss.detach(), reduce_fx="sum", on_epoch=True, batch_size=len(x))
+        self.log_dict({"a": loss.detach() * 2, "b": 1.0})
+        output = {"loss": loss, "accuracy": loss.detach() * 0.1, "rate": 0.5}
+        weights = {"number": lambda: float(len(x)), "tensor": lambda: (x[:, 0] > -9).sum()}
+        return {**output, "loss_weight": weights[self.weight]()} if self.weight else loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -73,43 +87,55 @@ class Waits(pl.Callback):
 
     def __init__(self) -> None:
         self.waits: list[str] = []
+        self.context: Any = None
+        self.has_ended = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == FIRST:
+        if trainer.global_step == FIRST and not self.context:
             self.context = late_device.host_waits()
             self.waits = self.context.__enter__()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == NUM_STEPS - 1:
+        if trainer.global_step == NUM_STEPS - 1 and not self.has_ended:
             self.context.__exit__(None, None, None)
+            self.has_ended = True
+
+
+EXACT: dict[str, Any] = {"accumulate_grad_batches": 2, "exact_accumulation": True}
+WAYS: list[tuple[str, dict[str, Any]]] = [("", {}), ("number", {}), ("tensor", {}), ("number", EXACT)]
 
 
 def _waits(names: list[str], folder: str, num_devices: int) -> dict[str, list[str]]:
     warnings.simplefilter("ignore")
     found: dict[str, list[str]] = {}
-    for name in names:
-        waits, x = Waits(), torch.randn(NUM_STEPS * 24, 4)
+    for name, (weight, options) in product(names, WAYS):
+        waits, x = Waits(), torch.randn(2 * NUM_STEPS * 24, 4)
         trainer = Trainer(
-            strategy=STRATEGIES[name](), accelerator="late", devices=num_devices, max_epochs=1,
+            strategy=STRATEGIES[name](), accelerator="late", devices=num_devices, max_steps=NUM_STEPS,
             logger=CSVLogger(folder), log_every_n_steps=1000, gradient_clip_val=1.0, enable_model_summary=False,
-            enable_checkpointing=False, callbacks=[waits, pl.callbacks.LearningRateMonitor()],
+            enable_checkpointing=False, callbacks=[waits, pl.callbacks.LearningRateMonitor()], **options,
         )  # fmt: skip
         data = TensorDataset(x, x[:, 0].gt(0).long())
         size = 24 // (1 if trainer.world_size == 1 else trainer.world_size)
-        trainer.fit(Logging(), DataLoader(data, size))
-        found[name] = [wait for wait in waits.waits if "progress_bar.py" not in wait]  # reads when it refreshes
+        trainer.fit(Logging(weight), DataLoader(data, size))
+        assert waits.has_ended
+        shown = [wait for wait in waits.waits if "progress_bar.py" not in wait]  # reads when it refreshes
+        found[f"{name}, {weight} {options}"] = shown
     return found
 
 
 def test_on_an_ordinary_step_the_host_waits_for_no_device(tmp_path: Path) -> None:
     names = [name for name in STRATEGIES if "ddp" not in name and name != "fsdp"]
     found = late_device.run(_waits, names, str(tmp_path), 1)
-    assert found == {name: [] for name in names}
+    assert len(found) == len(WAYS) * len(names)
+    assert {name: waits for name, waits in found.items() if waits} == {}
 
 
 @pytest.mark.parametrize(
-    ("name", "num_devices"), [("ddp", 2), ("fsdp", 2), ("ddp of replicas", 4), ("ddp_model_parallel", 4)]
+    ("names", "num_devices"),
+    [(["ddp", "global ddp", "balanced_ddp"], 2), (["fsdp"], 2), (["ddp of replicas", "ddp_model_parallel"], 4)],
 )
-def test_nor_do_ranks(tmp_path: Path, name: str, num_devices: int) -> None:
-    for found in late_device.run_ranks(_waits, 2, [name], str(tmp_path), num_devices):
-        assert found == {name: []}
+def test_nor_do_ranks(tmp_path: Path, names: list[str], num_devices: int) -> None:
+    for found in late_device.run_ranks(_waits, 2, names, str(tmp_path), num_devices):
+        assert len(found) == len(WAYS) * len(names)
+        assert {name: waits for name, waits in found.items() if waits} == {}

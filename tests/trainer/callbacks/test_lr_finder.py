@@ -46,22 +46,32 @@ def unsearched(tmp_path: Path) -> Result:
     return train(compose([*SHORT, f"log_dir={tmp_path}", "precision=64-true", *SEARCH[2:]]))
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run with a search."""
+    return searched(tmp_path_factory.mktemp("found"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The same without it."""
+    return unsearched(tmp_path_factory.mktemp("plain"))
+
+
 def losses(result: Result) -> list[float]:
     with (Path(result.run_dir) / "lr_finder.csv").open(encoding="utf-8") as file:
         return [float(row["smoothed"]) for row in csv.DictReader(file)]
 
 
-def test_losses_are_the_same_under_every_strategy(tmp_path: Path) -> None:
-    expected = losses(searched(tmp_path))
+def test_losses_are_the_same_under_every_strategy(found: Result, tmp_path: Path) -> None:
+    expected = losses(found)
     assert len(expected) == 24
     ranks = ["devices=2", "strategy.batch_size_is=global"]
     for words in (["strategy=dp", "devices=3"], ["strategy=ddp", *ranks], ["strategy=fsdp", *ranks]):
         assert losses(searched(tmp_path, *words)) == pytest.approx(expected, abs=1e-10), words
 
 
-def test_training_is_the_same_as_without_the_search(tmp_path: Path) -> None:
-    plain = unsearched(tmp_path / "plain")
-    found = searched(tmp_path / "found")
+def test_training_is_the_same_as_without_the_search(found: Result, plain: Result) -> None:
     assert found.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], abs=1e-12)
 
 
@@ -98,8 +108,7 @@ def test_what_can_not_be_searched_is_refused(words: list[str], sentence: str, tm
         searched(tmp_path, *words)
 
 
-def test_a_run_that_goes_on_is_not_searched(tmp_path: Path) -> None:
-    first = unsearched(tmp_path)
-    again = searched(tmp_path, f"resume={first.last_checkpoint}", "trainer.max_epochs=2")
+def test_a_run_that_goes_on_is_not_searched(plain: Result, tmp_path: Path) -> None:
+    again = searched(tmp_path, f"resume={plain.last_checkpoint}", "trainer.max_epochs=2")
     assert not (Path(again.run_dir) / "lr_finder.csv").exists()
     assert again.num_steps == 4

@@ -334,12 +334,3 @@ def test_a_line_goes_to_the_output_that_a_bar_has_put_in_place(monkeypatch: pyte
         monkeypatch.setattr(sys, "stdout", above := io.StringIO())
         logging.getLogger("evener").info("epoch 0")
     assert above.getvalue() == "epoch 0\n"
-
-
-def test_pictures_of_the_docs_are_there_and_small() -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    shown = re.findall(r"!\[[^]]+\]\((images/[^)]+)\)", (docs / "tensorboard.md").read_text(encoding="utf-8"))
-    names = ["hparams", "tensorboard"]
-    assert sorted(shown) == [f"images/{name}.png" for name in names]
-    for picture in shown:
-        assert 1_000 < (docs / picture).stat().st_size < 300_000

@@ -253,6 +253,8 @@ def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatc
     monkeypatch.setattr(compare, "run_trial", in_this_process)
     (tmp_path / "my_project.py").write_text(MY_PROJECT + WORKED_EXAMPLE, encoding="utf-8")
     words = words_after(command, "train.py")
+    if "-m" in words:
+        words = [re.sub(r"^([^,\[]+,[^,]+),.*", r"\1", word) for word in words]  # two values are a sweep, too
     words = filled_in(words, lambda: train_here(project, ["accelerator=cpu", *SHORT]))
     cfg = composed(words)
     words += shortened(words, cfg)

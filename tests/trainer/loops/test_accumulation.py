@@ -1,17 +1,14 @@
 """Exact accumulation, by hand: the model is y = w·x, so that a mean loss has the mean x as its gradient."""
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError, DDPStrategy
+from evener.strategies import ConfigError
 from evener.trainer import Trainer
-from evener.trainer.loops.accumulation import Accumulation
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
@@ -193,26 +190,3 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused(optimizer: Any) ->
         with pytest.raises(ConfigError, match=f"{optimizer.__name__} calls its closure again within a step"):
             trainer.fit(Again(), batches([1.0, 2.0], [3.0], [4.0]))
         assert trainer.global_step == 0
-
-
-@pytest.mark.parametrize("divisor", [4.0, torch.tensor(4.0, dtype=torch.float64)])
-def test_gradients_of_one_device_and_type_are_divided_by_one_operation(divisor: Any) -> None:
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
-    module = torch.nn.ParameterList([torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2)])
-    module[3].data = torch.ones(2, dtype=torch.bfloat16)
-    for parameter in module:
-        parameter.grad = torch.full_like(parameter, 8.0)
-    strategy = DDPStrategy()
-    strategy.group.mean = lambda local: divisor  # type: ignore[method-assign]
-    trainer = SimpleNamespace(strategy=strategy, lightning_module=module, optimizers=[], world_size=1)
-    accumulation = Accumulation(cast(Any, trainer))
-    with Operators():
-        accumulation.divide_gradients()
-    assert all(parameter.grad is not None and (parameter.grad == 2).all() for parameter in module)
-    divided = [name.removeprefix("aten.").partition(".")[0] for name in seen if "div_" in name]
-    assert sorted(divided) == ["_foreach_div_", "_foreach_div_", "div_"]
