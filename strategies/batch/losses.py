@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.types import Batch
-from .results import combine
+from .results import ResultStructure, combine
 from .structure import BatchStructure, num_samples
 
 FOUND = "found_loss_weight"
@@ -67,6 +67,18 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) ->
     given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]
     return ChunkLosses(losses, weights)
+
+
+def join_evaluated(
+    outputs: Sequence[Any], sizes: Sequence[int], results: ResultStructure, device: torch.device, strategy: str
+) -> tuple[Any, ChunkLosses | None]:
+    """Join what a step of evaluation returned for each chunk; returns the losses, too, if it returned these."""
+    joined = results.join(outputs, sizes, device)
+    if not all(losses_in(output) and not losses_in(output)[0].dim() for output in outputs):
+        return joined, None
+    losses = chunk_losses(outputs, sizes, strategy)
+    loss = losses.combine(device)
+    return {**joined, "loss": loss} if isinstance(joined, dict) else loss, losses
 
 
 def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:

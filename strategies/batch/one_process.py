@@ -183,6 +183,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
+        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation(step)), whole=self.whole, args=args)
         with context():
             return self.whole.run(step, partial(self.layout.step, step, *args, **kwargs))
 
@@ -224,8 +225,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     @override
     def on_validation_start(self) -> None:
         assert self.lightning_module is not None
-        step = "test_step" if self.lightning_module.trainer.testing else "validation_step"
-        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation(step)), whole=self.whole)
         self.layout.weights_changed()
         self.structures.lists.begin(self.lightning_module)
 

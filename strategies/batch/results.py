@@ -22,7 +22,7 @@ from ..core.errors import PartsDiffer
 from ..core.no_value import NoValue, known, no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
-from .tree import Path, called, children, is_array, is_sequence, rebuild, walk
+from .tree import Path, called, children, is_array, is_sequence, rebuild
 
 Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""
@@ -128,29 +128,16 @@ class ResultStructure:
     def __init__(self, step: str, options: Mapping[str, str] | None = None) -> None:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
         self._joiner = Joiner(self._said, self._no_value)
-        self._is_settled = False
-
-    @property
-    def decided(self) -> list[Any]:
-        """What is known, with which a resumed run cuts as this one; nothing, if names in it are no plain data."""
-        follow = [(list(path), follows) for path, follows in self._joiner.follow.items()]
-        is_plain = all(type(key) in (str, int) for path, _ in follow for key in path)
-        return [self._is_settled, follow] if is_plain else [False, []]
-
-    @decided.setter
-    def decided(self, saved: Sequence[Any]) -> None:
-        self._is_settled, follow = saved
-        self._joiner.follow = {tuple(path): follows for path, follows in follow}
 
     def unequal(self, sizes: Sequence[int]) -> list[int]:
-        """Move a sample from the last chunk to the first where all are of one size and results are not yet known.
+        """Move a sample from the last chunk to the first where all are of one size.
 
         What is one row or element per sample differs in length between chunks of unequal sizes; what is a structure,
-        or the same for all samples, does not. Results are equal however a batch is cut, so that this costs nothing.
+        or the same for all samples, does not. Results are equal however a batch is cut.
         """
         used = [i for i, size in enumerate(sizes) if size]
         changed = list(sizes)
-        if not self._is_settled and len(used) > 1 and len({sizes[i] for i in used}) == 1:
+        if len(used) > 1 and len({sizes[i] for i in used}) == 1:
             changed[used[0]] += 1
             changed[used[-1]] -= 1
         return changed
@@ -168,7 +155,6 @@ class ResultStructure:
         """
         used = [size for size in sizes if size]
         assert len(results) == len(used) > 0
-        self._is_settled = self._is_settled or len(set(used)) > 1 or not _has_lengths(results[0])
         if len(results) == 1:
             return results[0] if device is None else move_data_to_device(results[0], device)
         return self._joiner.join([(results, used)], (), device)[0]
@@ -257,8 +243,3 @@ def combine(
             shares = [weight / total if total else 1.0 / len(weights) for weight in weights]
             values = [value * share for value, share in zip(values, shares, strict=True)]
     return sum(values[1:], start=values[0])
-
-
-def _has_lengths(result: Any) -> bool:
-    """Whether there are tensors, lists or integers in a result: what chunks of unequal sizes must explain."""
-    return any(is_array(value) or is_sequence(value) or isinstance(value, int) for _, value in walk(result))

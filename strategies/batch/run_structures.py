@@ -71,16 +71,6 @@ class RunStructures:
             self._results[key] = ResultStructure(step, self.options)
         return self._results[key]
 
-    @property
-    def decided(self) -> list[list[Any]]:
-        """What is known of results, as plain data for checkpoints."""
-        return [[*key, results.decided] for key, results in self._results.items()]
-
-    @decided.setter
-    def decided(self, saved: Sequence[Sequence[Any]]) -> None:
-        for step, loader, decided in saved:
-            self.of_results(step, loader).decided = decided
-
 
 def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStructure:
     """The structure of the batch in hand: the strategy's, where it cuts batches, else of the training in hand."""
@@ -93,10 +83,12 @@ def batch_structure(trainer: pl.Trainer, dataloader_idx: int = 0) -> BatchStruct
 
 def dataloader_index(trainer: pl.Trainer, rest: tuple[Any, ...]) -> int:
     """Which loader an evaluated batch is from: the last argument of a step, where there are several loaders."""
-    if trainer.training or not rest:
-        return 0
-    loop: Any = trainer._active_loop
-    return rest[-1] if loop is not None and loop.num_dataloaders > 1 else 0
+    return rest[-1] if rest and not trainer.training and num_evaluated(trainer._active_loop) > 1 else 0
+
+
+def num_evaluated(loop: Any) -> int:
+    """How many loaders a loop of evaluation reads one after the other; those that are read side by side are one."""
+    return loop.num_dataloaders if loop is not None and loop._combined_loader._mode == "sequential" else 1
 
 
 _WITHOUT_STRATEGY: WeakKeyDictionary[CombinedLoader, RunStructures] = WeakKeyDictionary()

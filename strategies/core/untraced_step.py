@@ -1,6 +1,6 @@
 """Run a step of a module that leaves no trace in it."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -14,6 +14,10 @@ from torchmetrics import Metric
 from .module_checks import is_metric, metrics_of
 from .module_log import lightning_modules, log_nothing, module_log, received
 from .patching import take_hooks
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set, tuple)
+_MOST_ELEMENTS = 4096
+"""Of a container in which others are looked for."""
 
 
 @contextmanager
@@ -75,13 +79,18 @@ def trial_step(module: pl.LightningModule, evaluates: bool = True) -> Generator[
             take_hooks(parameter, first_hook)
 
 
-def _contents(values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the dicts, lists, deques and sets among the values, and in dicts among them, each with a copy."""
-    for value in values.values():
-        if type(value) in (dict, OrderedDict, list, deque, set):  # hooks of a torch module, too
-            yield value, copy(value)
-            if isinstance(value, dict):
-                yield from _contents(value)
+def _contents(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the dicts, lists, deques and sets in a value, each with a copy."""
+    left, seen = [value], set[int]()
+    while left:
+        holder = left.pop()
+        children = holder.values() if isinstance(holder, dict) else holder
+        for child in children if len(children) <= _MOST_ELEMENTS else ():
+            if type(child) in _CONTAINERS and id(child) not in seen:  # hooks of a torch module, too
+                seen.add(id(child))
+                left.append(child)
+                if type(child) is not tuple:
+                    yield child, copy(child)
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
 from ..batch.layout import Layout
-from ..batch.losses import chunk_losses, losses_in
+from ..batch.losses import join_evaluated, losses_in
 from ..batch.policies import Even, Policy, without_single_samples
 from ..batch.results import ResultStructure
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -24,7 +24,7 @@ from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
 from ..batch.whole.whole_steps import STEPS
-from ..core.devices import is_accelerator, is_out_of_memory
+from ..core.devices import is_accelerator
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
@@ -270,21 +270,10 @@ class ReplicaLayout(Layout):
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
         index = dataloader_index(self._trainer, rest)
         results = self.structures.of_results(name, index)
-        try:
-            outputs, sizes = self._run(name, batch, rest, index, results)
-        except Exception as exc:  # no pass has shown before whether predictions can be made of parts
-            if name != "predict_step" or isinstance(exc, PartsDiffer) or is_out_of_memory(exc):
-                raise
-            raise PartsDiffer(f"{self.options.strategy}: predict_step fails on parts of a batch ({exc}).") from exc
-        losses = None
-        if name != "predict_step" and all(_has_loss(output) for output in outputs):
-            losses = chunk_losses(outputs, sizes, self.options.strategy)
+        outputs, sizes = self._run(name, batch, rest, index, results)
+        joined, losses = join_evaluated(outputs, sizes, results, self.devices[0], self.options.strategy)
         self.runner.logs.replay(sizes, losses)
-        joined = results.join(outputs, sizes, self.devices[0])
-        if losses is None:
-            return joined
-        loss = losses.combine(self.devices[0])
-        return {**joined, "loss": loss} if isinstance(joined, dict) else loss
+        return joined
 
     def _run(
         self, name: str, batch: Batch, rest: tuple[Any, ...], dataloader_idx: int,
@@ -293,7 +282,8 @@ class ReplicaLayout(Layout):
         """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
         structure = self.structures.of_batch(self._trainer, dataloader_idx)
         sizes = self._sizes(self._num_samples(batch, structure.num_samples(batch)))
-        sizes = sizes if results is None else results.unequal(sizes)
+        if results is not None and not any(rest[:1]):  # the first batch of each pass, also of one that is resumed
+            sizes = results.unequal(sizes)
         chunks = structure.split(batch, sizes)
         arguments = [((chunk, *rest), {}) for chunk in chunks]
         return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
@@ -325,9 +315,3 @@ class ReplicaLayout(Layout):
 
     def _info_once(self, message: str) -> None:
         self._told.info(f"{self.options.strategy}: {message}")
-
-
-def _has_loss(output: Any) -> bool:
-    """Whether an evaluation step returned a loss: a scalar, or a mapping with one."""
-    loss = output.get("loss") if isinstance(output, dict) else output
-    return isinstance(loss, Tensor) and not loss.dim()

@@ -140,6 +140,26 @@ def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hu
     assert verdict.word == "equal", verdict.reason
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # the second of two loaders read side by side was joined after each part's first
+        Case(loading=Loading(eval_kind="min_size"), returns=Returns(evaluation="list")),
+        # of a stream nothing was compared: its parts failed in the module
+        Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")),
+        Case(batches=Batches(extras=("class_weights",)), loading=Loading(eval_kind="iterable", eval_batch_size=3)),
+        Case(batches=Batches(shape="pairs"), loading=Loading(eval_kind="batches", eval_batch_size=3)),
+        # whole numbers were refused
+        Case(returns=Returns(evaluation="ints")),
+    ],
+    ids=["side by side", "time first", "class weights", "pairs", "whole numbers"],
+)
+def test_what_draws_have_found_wrong_in_evaluations_under_balanced_dp(case: Case, hunt: Hunt) -> None:
+    verdict = hunt.judge(case, Spread("balanced_dp", 3, (("weights", (1, 2, 2)),)))
+    assert verdict.word == "equal", verdict.reason
+
+
 def test_toggled_optimizers_may_share_a_graph_under_dp(hunt: Hunt) -> None:
     # The replicas' copies of what was toggled off were written to while the graph of the second backward needed them.
     verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), Spread("dp", 3))

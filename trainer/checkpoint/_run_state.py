@@ -23,7 +23,6 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric
 
-from ...strategies.batch.run_structures import RunStructures
 from ...strategies.batch.whole.whole_steps import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.module_checks import is_metric
@@ -59,7 +58,6 @@ def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None)
         "results": _on_cpu(results.capture()),
         "logged": _on_cpu(dict(trainer.callback_metrics)),
         "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],
-        "known_of_results": structures.decided if (structures := _structures(trainer)) else [],
     }
 
 
@@ -79,8 +77,6 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     results.restore(state["results"])
     if whole := _whole(trainer):
         whole.go_on(state.get("whole_steps", []))  # files of earlier versions have none
-    if structures := _structures(trainer):
-        structures.decided = state.get("known_of_results", [])
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
@@ -154,10 +150,6 @@ def _metric_sync(trainer: Any) -> MetricSync | None:
 
 def _whole(trainer: pl.Trainer) -> WholeSteps | None:
     return getattr(trainer.strategy, "whole", None)  # of ranks all are found before the first
-
-
-def _structures(trainer: pl.Trainer) -> RunStructures | None:
-    return getattr(trainer.strategy, "structures", None)  # Lightning's own strategies have none
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

@@ -49,6 +49,7 @@ class Ran(Seen):
         weight: the `loss_weight` that it returned.
         written: what it has changed in the module, by name.
         given: of the first part, what metrics were given of all.
+        output: what it returned.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -56,6 +57,7 @@ class Ran(Seen):
     weight: Any = None
     written: dict[str, Written] = field(default_factory=dict[str, Written])
     given: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    output: Any = None
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Trial:
                     f"{self.strategy}: {self.step} registers or removes hooks, as each part of a batch would. Register "
                     "them in __init__, setup or on_fit_start."
                 )
-            here().weight = weight_in(output)
+            here().weight, here().output = weight_in(output), output
             loss = output.get("loss") if isinstance(output, dict) else output
             if module.automatic_optimization and isinstance(loss, Tensor):
                 here().tape.log(RETURNED, loss)

@@ -17,23 +17,28 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
 from ...core.internals import not_compiling
+from ...core.module_checks import hooked
+from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
-from ..losses import is_loss
-from ..run_structures import parts_are_equal
+from ..losses import is_loss, join_evaluated
+from ..results import ResultStructure
+from ..run_structures import dataloader_index, num_evaluated, parts_are_equal
 from ..samples import FewSamples
 from ..structure import BatchStructure
+from ..tree import walk
 from ..whole.over_batch import end_of_step
 from ..whole.whole_steps import WholeSteps
 from .module_state import unlike
@@ -92,7 +97,7 @@ class Verifier:
     Args:
         strategy: whose module is placed on its devices, and not wrapped.
         structure: cuts a batch into chunks.
-        step: name of the module's method; of a step of evaluation only what it logs is compared.
+        step: name of the module's method; of a step of evaluation what it logs and returns is compared.
         loader: index of the one whose samples are taken.
         together: whether all ranks verify, whose steps are exchanges.
         accumulates: whether the parts are batches of one optimizer step, none of which waits for the others' numbers.
@@ -117,7 +122,9 @@ class Verifier:
         self._global_view = getattr(strategy, "global_view", None)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         trainer: Any = self._module.trainer
-        self._loop = trainer.fit_loop if self._trains else trainer._evaluation_loop
+        self._loop = trainer.fit_loop if self._trains else trainer._active_loop
+        reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
+        self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
         self._most = _SAMPLES
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
@@ -149,7 +156,7 @@ class Verifier:
             verdict.failed, fewer = True, self._most > 2 and is_out_of_memory(exc)
             if not fewer:
                 why = str(exc) if isinstance(exc, Cannot) else f"{trial.step} fails on a few samples ({_said(exc)})"
-                compared = "training" if self._trains else f"what {trial.step} logs"
+                compared = "training" if self._trains else trial.step
                 line = f"{self._name}: {compared} could not be compared with one device's: {why}."
                 verdict.told.append((line, False))
         if fewer:  # now that the error holds no graphs
@@ -170,6 +177,8 @@ class Verifier:
             if views.ranks and not views.chunks and self._structure.unclear is not None:
                 raise Cannot("it isn't known what a part of its batches is") from exc
             batch = move_data_to_device(batch, device)  # it may wait on the host
+            # the run's own step gets it, too, perhaps where there are no graphs
+            batch = apply_to_collection(batch, Tensor, Tensor.clone)
             total = min(num, self._most)
             whole = batch if total == num else split(batch, [total, num - total])[0]
             yield False, total, lambda i, j: _chunk(split, whole, i, j, total)
@@ -211,6 +220,8 @@ class Verifier:
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
             self._compare_written([whole, *parts], piece, verdict)
+            if self._results is not None and not self._trial.of_ranks:
+                self._verify_returned(self._results, whole, parts, piece)
             return self._compare_values(seen, whole, piece, verdict)
         if not whole.losses:
             raise Cannot("training_step returned no loss")
@@ -261,6 +272,19 @@ class Verifier:
                         f"{self._name}: {self._trial.step} gives a metric other values in parts of a batch. Give it "
                         "tensors with rows of samples, or call it in training_step_end or in an epoch hook"
                     )
+
+    def _verify_returned(self, results: ResultStructure, whole: Ran, parts: Sequence[Ran], piece: MakesBatch) -> None:
+        """Refuse parts whose results don't make the whole batch's, if that is not random."""
+        step, outputs, sizes = self._trial.step, [part.output for part in parts], [part.num for part in parts]
+        joined, _ = join_evaluated(outputs, sizes, results, self._trial.device, self._name)
+        unknown = [value.reason for _, value in walk(joined) if isinstance(value, NoValue)]
+        parameters = _small_parameters(self._module)
+        if not unknown and not _are_alike(whole.output, joined, [], parameters):
+            (again,) = self._trial.run(piece, 0, whole.num, seed=2)
+            if _are_alike(whole.output, again.output, [], parameters):
+                unknown = [f"{self._name}: {step} returns what parts of a batch don't make. Return rows, or means"]
+        if unknown:
+            raise PartsDiffer(unknown[0])
 
     def _compare_values(self, seen: Comparison, whole: Ran, piece: MakesBatch, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
@@ -447,19 +471,23 @@ def _small_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _are_alike(one: Any, other: Any, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    """Whether two calls give a metric the same tensors and numbers, but for what is one of some losses."""
-    pairs = itertools.zip_longest(tree_leaves(one), tree_leaves(other))
-    for a, b in pairs if one is not None else ():
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
-            if not any(is_loss(a, loss) for loss in losses) and unlike(a, b, _tolerance(a, parameters)):
-                return False
-        elif isinstance(a, (Tensor, int, float)) and unlike(a, b):
+    """Whether two values hold the same tensors, numbers and strings, but for what is one of some losses."""
+    kinds = (Tensor, np.ndarray, int, float, str)
+    ours, theirs = ([leaf for _, leaf in walk(value) if isinstance(leaf, kinds)] for value in (one, other))
+    for a, b in zip(ours, theirs, strict=False):
+        if isinstance(b, Tensor) and any(is_loss(a, loss) for loss in losses):
+            continue
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype.kind in "biufc":
+            a, b = torch.as_tensor(a), torch.as_tensor(b)
+        is_float = isinstance(a, float) or (isinstance(a, Tensor) and a.is_floating_point())
+        if unlike(a, b, _tolerance(a, parameters) if is_float else 1e-6):
             return False
-    return one is not None
+    return len(ours) == len(theirs)
 
 
-def _tolerance(loss: Tensor, parameters: Sequence[Tensor]) -> float:
-    eps = max(torch.finfo(one.dtype).eps for one in (loss, *parameters))
+def _tolerance(value: Any, parameters: Sequence[Tensor]) -> float:
+    numbers = [one for one in (value, *parameters) if isinstance(one, Tensor) and one.is_floating_point()]
+    eps = max((torch.finfo(one.dtype).eps for one in numbers), default=torch.finfo(torch.float32).eps)
     return _EXACT if eps < 1e-12 else max(_CLOSE, 16 * eps)
 
 
@@ -532,27 +560,29 @@ def find_evaluated(
     is_first: bool = True,
     together: bool = False,
     whole: WholeSteps | None = None,
+    args: Sequence[Any] = (),
 ) -> None:
     """Find, before the first pass of an evaluation, how what it logs follows from parts; see `verified`.
 
     Args:
         whole: gives steps whole batches where it doesn't.
+        args: arguments of the step, where each loader is looked at with its first batch; else all are before.
     """
     whole = whole or WholeSteps()
     module, values = strategy.lightning_module, strategy.contract.reader.values
-    if module.trainer.predicting or not any(views):
+    if not any(views):
         return
-    num_loaders = module.trainer._evaluation_loop.num_dataloaders
-    step = "test_step" if module.trainer.testing else "validation_step"
-    takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-    for loader in range(num_loaders):
+    trainer, num_loaders = module.trainer, num_evaluated(module.trainer._active_loop)
+    step = "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
+    for loader in [dataloader_index(trainer, (*args[1:],))] if args else range(num_loaders):
         if (step, loader) in values.programs or step in whole.names:
             continue
         verdict: Verdict | None = None
         if is_first:
-            structure, rest = strategy.structures.of_batch(module.trainer, loader), (0,) * takes_index
-            rest += (loader,) * (num_loaders > 1)
-            verdict = Verifier(strategy, structure, step, loader, together).verify(None, views, rest)
+            structure = strategy.structures.of_batch(trainer, loader)
+            takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+            batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * (num_loaders > 1))
+            verdict = Verifier(strategy, structure, step, loader, together).verify(batch, views, rest)
         found = share(verdict)
         if found.unlike and whole.allowed and not views.ranks:
             found.refusal, found.unlike = found.refusal or found.unlike, ""

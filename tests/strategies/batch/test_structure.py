@@ -565,7 +565,7 @@ def _plain(value: Any) -> Any:
 
 
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    r"validation_step\['correct'\] is . and . in parts of . and . samples": lambda out, y: {"correct": int(y.sum())},
+    r"validation_step\['correct'\] is . and . in parts of . and . samples": lambda out, y: {"correct": int(y[0])},
     r"validation_step\['correct'\] is an integer tensor": lambda out, y: {"correct": y.sum()},
     r"validation_step\['per_class'\] has 3 rows in parts of . and . samples": lambda out, y: {"per_class": out.mean(0)},
     r"validation_step\['one'\] is True and False": lambda out, y: {"one": len(y) == 4},
@@ -577,10 +577,67 @@ UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_results_that_may_be_anything_are_refused_by_name_where_they_are_read(message: str) -> None:
     """Of an integer the first chunk's was taken: 5 of 9 samples."""
     module = returning(UNKNOWN[message])().double()
-    make_trainer(Case(), DataParallelStrategy(), devices=2).validate(module, DataLoader(CLASSIFIED, 6), verbose=False)
-    (unknown,) = module.seen[0].values()
+    trainer = make_trainer(Case(), DataParallelStrategy(global_view=False), devices=2)
     with pytest.raises(ConfigError, match=message):
-        float(unknown)
+        trainer.validate(module, DataLoader(CLASSIFIED, 6), verbose=False)
+
+
+class Lists(torch.utils.data.IterableDataset[Any]):
+    """The samples as a stream."""
+
+    def __iter__(self) -> Any:
+        return iter([CLASSIFIED[i] for i in range(len(CLASSIFIED))])
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)])
+@pytest.mark.parametrize("data", [CLASSIFIED, Lists()], ids=["samples", "a stream"])
+def test_results_that_parts_do_not_make_are_those_of_whole_batches(data: Any, strategy: Any) -> None:
+    """Labels 0 1 2 0 1 2 and 0 1 2 0. Whole numbers were refused; of the root of a mean the mean over parts was taken,
+    and sorted rows were joined by parts, in silence."""
+
+    def several(out: Tensor, y: Tensor) -> dict[str, Any]:
+        root = y.double().mean().sqrt()
+        return {"sum": int(y.sum()), "root": root, "sorted": y.sort().values, "pairs": torch.cat([y, -y])}
+
+    module = returning(several)().double()
+    trainer = make_trainer(Case(), strategy(), devices=3)
+    trainer.validate(module, DataLoader(data, 6), verbose=False)
+    assert [seen["sum"] for seen in module.seen] == [6, 3]
+    assert [float(seen["root"]) for seen in module.seen] == pytest.approx([1.0, 0.75**0.5], abs=1e-12)
+    assert [seen["sorted"].tolist() for seen in module.seen] == [[0, 0, 1, 1, 2, 2], [0, 0, 1, 2]]
+    assert module.seen[1]["pairs"].tolist() == [0, 1, 2, 0, 0, -1, -2, 0]
+    predicted = trainer.predict(module, DataLoader(data, 6))
+    assert [one["sorted"].tolist() for one in predicted or []] == [[0, 0, 1, 1, 2, 2], [0, 0, 1, 2]]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+class Logging(Net):
+    """Logs the root of a mean over the batch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("root", batch[1].double().mean().sqrt(), batch_size=len(batch[1]))
+
+
+def test_what_evaluation_logs_of_a_stream_is_one_devices() -> None:
+    """Labels 0 1 2 0 1 2 and 0 1 2 0; it was the mean of the roots of parts."""
+    trainer = make_trainer(Case(), DataParallelStrategy(), devices=2)
+    (found,) = trainer.validate(Logging().double(), DataLoader(Lists(), 6), verbose=False)
+    assert found["root"] == pytest.approx((6 * 1.0 + 4 * 0.75**0.5) / 10, abs=1e-12)
+
+
+class Beside(Returning):
+    """Returns the labels of two loaders that are read side by side."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return [label for part in batch for label in part[1].tolist()]
+
+
+def test_lists_of_loaders_read_side_by_side_are_joined_in_their_order() -> None:
+    # Batches were taken for batches of as many loaders, and the second loader's labels came after each part's first.
+    module, labels = Beside().double(), Samples(*((vectors(4, seed=i), torch.tensor(10 + i)) for i in range(5)))
+    loaders = CombinedLoader([DataLoader(CLASSIFIED, 4), DataLoader(labels, 4)], "min_size")
+    trainer = make_trainer(Case(), BalancedDataParallelStrategy(weights=[1, 2, 2]), devices=3)
+    trainer.validate(module, loaders, verbose=False)
+    assert module.seen == [[0, 1, 2, 0, 10, 11, 12, 13], [1, 2, 0, 1, 14]]
 
 
 def test_results_are_joined_as_the_option_says() -> None:
