@@ -22,7 +22,7 @@ from ..config.plain_values import verify_own_data
 from ..job.earlier_run import module_of_run
 from ..job.result import DIVERGED, Result
 from ..job.run import Run
-from ..job.summary import show, show_summary
+from ..job.summary import show_summary
 from ..launch import cluster
 from ..launch.launcher import launch
 from ._help import composition_sentence, incomplete
@@ -98,12 +98,9 @@ def advise(cfg: DictConfig) -> None:
 
         show_comparison(compare_strategies(cfg), cfg.run_dir)
     else:
-        from ..plan.plan import is_measured, measure, measured_lines, plan_memory, show_plan
+        from ..plan.plan import plan_memory, show_plan
 
-        measured, planned = is_measured(cfg), plan_memory(cfg)
-        show_plan(planned)
-        if measured:
-            show(None, measured_lines(planned, measure(cfg, planned.strategy)))
+        show_plan(plan_memory(cfg))
 
 
 def train(cfg: DictConfig) -> Result:

@@ -9,6 +9,7 @@ GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
     "strategy.loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
     "strategy.shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
+    "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
     "evener.trainer.callbacks.ModuleSummary": "Give pytorch_lightning.callbacks.ModelSummary.",
 }

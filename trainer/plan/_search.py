@@ -1,6 +1,6 @@
 """Compute the memory plan of every device and the largest batch that fits from simulated steps."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...strategies.pipeline.schedule import most_in_flight
 from ._simulation import Questions
@@ -38,24 +38,6 @@ class DevicePlan:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """Another way to train the same global batch on the same devices.
-
-    Args:
-        options: what to set, as on the command line.
-        loader_batch: samples of the loader's batch.
-        peak: largest peak of a device in bytes; None if it was refused.
-        reason: why it was refused.
-    """
-
-    options: tuple[str, ...]
-    loader_batch: int
-    peak: int | None = None
-    fits: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
     """The outcome of `mode=plan`.
 
@@ -74,13 +56,6 @@ class MemoryPlan:
     devices: list[DevicePlan]
     device_bytes: float | None = None
     largest_batch: int | None = None
-    tried: list[Tried] = field(default_factory=list[Tried])
-    """Other ways to train the same global batch, from cheap to expensive, up to the first that fits."""
-
-    @property
-    def cheapest(self) -> "Tried | None":
-        """The cheapest other way that fits."""
-        return next((tried for tried in self.tried if tried.fits), None)
 
     @property
     def peak(self) -> int:

@@ -14,7 +14,6 @@ The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with m
 
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ from evener.strategies import ConfigError, FSDPStrategy, ModelParallelStrategy, 
 from evener.trainer import Trainer, compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
-from evener.trainer.plan._search import DevicePlan, MemoryPlan, Tried
+from evener.trainer.plan._search import DevicePlan, MemoryPlan
 from evener.trainer.plan._topology import StageMemory, in_flight
-from evener.trainer.plan.plan import advice, conclusions, is_measured, measured_lines, plan_memory, size_text
-from evener.trainer.study.trial import FAILED, Trial
+from evener.trainer.plan.plan import conclusions, plan_memory, size_text
 
 WEIGHTS = 232
 
@@ -357,41 +355,12 @@ def deep(tmp_path: Path, *overrides: str) -> MemoryPlan:
     return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
 
 
-def test_the_cheapest_way_that_fits_is_found(tmp_path: Path) -> None:
-    never, always = (deep(tmp_path, f"strategy.recompute={option}").peak for option in ("never", "always"))
-    plan = deep(tmp_path, f"device_memory_gb={(never - 1) / 1e9}")
-    assert [tried.options for tried in plan.tried] == [("strategy.recompute=except_last",)]
-    assert plan.cheapest == plan.tried[0]
-    assert deep(tmp_path, f"device_memory_gb={never / 1e9}").tried == []
-    plan = deep(tmp_path, f"device_memory_gb={(always - 1) / 1e9}")
-    assert [tried.options for tried in plan.tried][1] == ("strategy.recompute=always",)
-    assert plan.cheapest is None
-    assert advice(plan, ["train.py"])[0].startswith("None of these fits")
-
-
-@pytest.mark.slow
-def test_more_devices_offer_shards_and_stages_of_the_same_global_batch(tmp_path: Path) -> None:
-    plan = deep(tmp_path, "strategy=ddp", "devices=2", "device_memory_gb=1.5e-5")
-    tried = {tried.options: tried.loader_batch for tried in plan.tried}
-    assert tried["strategy.shard_optimizer=true",] == 200
-    assert tried["strategy=fsdp", "strategy.batch_size_is=per_device"] == 200
-    assert tried["strategy=model_parallel", "strategy.num_microbatches=8", "strategy.recompute=always"] == 400
-    assert ["recompute" in t.options[-1] for t in plan.tried] == sorted(
-        "recompute" in t.options[-1] for t in plan.tried
-    )
-    assert all(t.peak for t in plan.tried)
-
-
-def test_the_command_keeps_what_was_given() -> None:
-    def command(options: tuple[str, ...], *given: str) -> list[str]:
-        found = Tried(options, 8, 1, fits=True)
-        return advice(replace(two_devices(), tried=[found]), ["/some/where/train.py", *given])
-
-    given = ["mode=plan", "strategy=ddp", "strategy.timeout_s=9", "devices=2", "device_memory_gb=1"]
-    assert command(("strategy.recompute=always",), *given)[1] == (
-        "  python train.py strategy=ddp strategy.timeout_s=9 devices=2 strategy.recompute=always"
-    )
-    assert command(("strategy=fsdp",), *given)[1] == "  python train.py devices=2 strategy=fsdp"
+def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
+    peak = deep(tmp_path).peak
+    lines = conclusions(deep(tmp_path, f"device_memory_gb={(peak - 1) / 1e9}"))
+    assert "does not fit" in lines[0]
+    assert lines[0].endswith("strategy.recompute=except_last, fsdp and model_parallel need less per device.")
+    assert conclusions(deep(tmp_path, f"device_memory_gb={peak / 1e9}"))[0].startswith("This fits")
 
 
 @pytest.mark.parametrize("experiment", ["digits", "char_lm", "gan"])
@@ -438,31 +407,9 @@ def test_a_strategy_that_cannot_be_planned_is_refused(target: str, name: str, tm
         plan_memory(cfg)
 
 
-def two_devices() -> MemoryPlan:
-    return MemoryPlan("dp", 8, 8, [DevicePlan(0, 4, peak=1_100_000), DevicePlan(1, 4, peak=900_000)])
-
-
-def test_the_error_is_relative_to_what_was_measured() -> None:
-    measured = Trial("dp", peak_memory_mib=[1e6 / 2**20, 1e6 / 2**20])
-    assert measured_lines(two_devices(), measured) == [
-        "device 0: planned 1.10 MB, measured 1.00 MB (error +10.0%)",
-        "device 1: planned 900 kB, measured 1.00 MB (error -10.0%)",
-    ]
-
-
-def test_no_error_where_other_devices_were_measured() -> None:
-    assert measured_lines(two_devices(), Trial("dp", peak_memory_mib=[5.0])) == [
-        "2 devices were planned, and 1 measured; no error is shown."
-    ]
-    assert measured_lines(two_devices(), Trial("dp", FAILED, "out of memory")) == [
-        "The measurement failed: out of memory"
-    ]
-
-
-def test_the_cpu_is_not_measured(tmp_path: Path) -> None:
-    assert not is_measured(small(tmp_path))
-    with pytest.raises(ConfigError, match=r"plan\.measure=maybe is unknown"):
-        is_measured(small(tmp_path, "plan.measure=maybe"))
+def test_a_measurement_beside_the_plan_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.measure is no longer there\. Give mode=compare"):
+        compose([f"log_dir={tmp_path}", "mode=plan", "plan.measure=true"])
 
 
 @pytest.mark.parametrize(
