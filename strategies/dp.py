@@ -34,8 +34,6 @@ class DataParallelStrategy(OneProcessStrategy):
         devices: one per replica; they may repeat and mix (`["cuda:0", "cpu"]`). None takes the trainer's.
         submodule: dotted name of the submodule to replicate; the rest runs on the root device. None replicates the
             whole module.
-        copy_frozen: copy parameters without gradients after every optimizer step, even if nothing is known to have
-            written to them; needed only for code that writes to their memory beside torch.
         threads: run replicas in threads; None does so if a device is an accelerator.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
         model_parallel_size: number of devices of each replica, which is cut across them into stages.
@@ -57,7 +55,6 @@ class DataParallelStrategy(OneProcessStrategy):
         self,
         devices: Sequence[Device] | None = None,
         submodule: str | None = None,
-        copy_frozen: bool = False,
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
         model_parallel_size: Count = 1,
@@ -66,7 +63,7 @@ class DataParallelStrategy(OneProcessStrategy):
         global_view: OrWhole = "auto",
     ) -> None:
         super().__init__(devices, batch_dims, verify, global_view)
-        self.replica_options = ReplicaOptions(self.strategy_name, "strategy=ddp", submodule, copy_frozen, threads)
+        self.replica_options = ReplicaOptions(self.strategy_name, "strategy=ddp", submodule, threads)
         self.policy: Policy = Even()
         self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)

@@ -49,6 +49,7 @@ _RENAMED = {"verify_loss": "verify"}
 """Options of earlier versions by their present names."""
 
 _GONE = {
+    "copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
     "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
     "shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
 }

@@ -47,7 +47,6 @@ class ReplicaOptions:
         strategy: name that begins messages.
         instead: what to set to have no replicas, for messages.
         submodule: dotted name of the submodule to replicate; None replicates the whole module.
-        copy_frozen: copy parameters without gradients after every optimizer step.
         threads: run replicas in threads; None decides by the devices.
         one_by_one: have each parameter take part in a backward pass by itself, for those who see which do (DDP).
     """
@@ -55,7 +54,6 @@ class ReplicaOptions:
     strategy: str = "dp"
     instead: str = "strategy=ddp"
     submodule: str | None = None
-    copy_frozen: bool = False
     threads: bool | None = None
     one_by_one: bool = False
 
@@ -83,7 +81,6 @@ class ReplicaLayout(Layout):
         self.structures = RunStructures()
         self._has_batchnorm = False
         self._told = WarningCache()
-        self._open_batch: Batch = None
         self._module: pl.LightningModule | None = None
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
@@ -181,7 +178,7 @@ class ReplicaLayout(Layout):
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name == "training_step":
-            self._mark_written_in_closure(args[0])
+            self.weights_changed()  # an optimizer may write to them before it calls its closure, perhaps again (SAM)
         if self._forward is not None:
             output = getattr(self._module, name)(*args, **kwargs)
             return ended(self._module, output) if name == "training_step" else output
@@ -191,14 +188,7 @@ class ReplicaLayout(Layout):
 
     @override
     def weights_changed(self) -> None:
-        self._open_batch = None
         self.runner.replicas.mark_changed()
-
-    @override
-    def finish_step(self) -> bool:
-        self._open_batch = None
-        self.runner.replicas.mark_changed(frozen=self.options.copy_frozen)
-        return False
 
     @override
     def close(self) -> None:
@@ -211,22 +201,6 @@ class ReplicaLayout(Layout):
         if self.stages is not None:
             self.stages.remove()
         self._runner = self._forward = self._mixed = None
-
-    def _mark_written_in_closure(self, batch: Batch) -> None:
-        """See what an optimizer wrote to the weights before it called its closure, perhaps again (SAM).
-
-        The same batch before the step has ended means a further call. Other optimizers than torch's may write before
-        the first, too, which matters where earlier batches of an accumulated step have brought the weights over.
-        """
-        trainer = self._trainer
-        foreign = trainer.accumulate_grad_batches > 1 and any(
-            not type(o).__module__.startswith("torch.optim") for o in trainer.optimizers
-        )
-        if foreign or batch is self._open_batch:
-            self.weights_changed()
-        elif trainer.accumulate_grad_batches > 1 and self.options.copy_frozen:
-            self.runner.replicas.mark_changed(trained=False)  # a moving average may be written between optimizer steps
-        self._open_batch = batch
 
     def _training_step(self, batch: Batch, *rest: Any) -> Any:
         structure, root = self.structures.of_results("training_step"), self.devices[0]

@@ -3,7 +3,7 @@
 The first replica is the root module itself. A refresh copies:
 
     changed on the root                  detected by                              action
-    parameters                           versions; `mark_changed`; `.data` used   one coalesced copy per device
+    parameters                           versions; `mark_changed`                 one coalesced copy per device
     buffers                              versions, the copy's own too; identity   one coalesced copy per device
     attributes, `training`               values of the modules' `__dict__`        set on the copies
     modules, parameters, or their hooks  identity, numbers of hooks               the copies are rebuilt
@@ -29,7 +29,6 @@ from torchmetrics import MetricCollection
 from ..core.devices import broadcast_coalesced
 from ..core.module_checks import is_metric
 from ..core.patching import HOOKS
-from ._hidden_writes import HiddenWrites, is_shared
 from ._module_copy import ModuleCopy
 from ._parameter_copies import Flows, copied, follow
 
@@ -62,7 +61,6 @@ class Replicas:
         self.devices = list(devices)
         self._places = [dict(zip(blocks[0], block, strict=True)) for block in blocks[1:]] or [None] * len(devices[1:])
         self.num_copied_parameters = 0
-        self._hidden_writes = HiddenWrites(())
         self._make()
 
     def __getitem__(self, i: int) -> Any:
@@ -83,18 +81,9 @@ class Replicas:
         """The counterpart in replica i of a module of the root; for i = 0 the module itself."""
         return value if i == 0 else self._copies[i - 1].counterpart(value)
 
-    def close(self) -> None:
-        """Stop watching the root's parameters."""
-        self._hidden_writes.close()
-
-    def mark_changed(self, frozen: bool = True, trained: bool = True) -> None:
-        """Make the next refresh copy parameters, whatever is known of writes to them.
-
-        Args:
-            frozen: those that don't require a gradient.
-            trained: those that do.
-        """
-        self._changed |= {i for i, p in enumerate(self._parameters) if (trained if p.requires_grad else frozen)}
+    def mark_changed(self) -> None:
+        """Make the next refresh copy the parameters, whatever is known of writes to them."""
+        self._is_changed = True
 
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh.
@@ -137,11 +126,9 @@ class Replicas:
             for device, places in zip(self.devices[1:], self._places, strict=True)
         ]
         self._modules = _plain_modules(self.root)
-        self._changed: set[int] = set()
+        self._is_changed = False
         self._slots = list(_parameter_slots(self._modules))
         self._parameters: list[Any] = [module._parameters[name] for module, name in self._slots]
-        self._hidden_writes.close()
-        self._hidden_writes = HiddenWrites(self._parameters)
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
         self._follow()
         self._versions = [_version(parameter) for parameter in self._parameters]
@@ -170,18 +157,14 @@ class Replicas:
 
     def _refresh_parameters(self) -> None:
         parameters, versions = self._parameters, [_version(parameter) for parameter in self._parameters]
-        marked = self._changed | self._hidden_writes.take()
         frozen = [not parameter.requires_grad for parameter in parameters]
-        if any(frozen):  # what needs no gradient and whose memory others hold, who may write to it
-            marked |= {i for i, parameter in enumerate(parameters) if frozen[i] and is_shared(parameter)}
-        if marked or versions != self._versions:
-            changed = [i for i, version in enumerate(versions) if version != self._versions[i] or i in marked]
-            _broadcast([parameters[i] for i in changed], [[own[i] for i in changed] for own in self._parameter_copies])
-            self.num_copied_parameters += len(changed) * len(self._copies)
+        if self._is_changed or versions != self._versions:
+            _broadcast(parameters, self._parameter_copies)
+            self.num_copied_parameters += len(parameters) * len(self._copies)
         hooked = [bool(parameter._backward_hooks) for parameter in parameters]
         if hooked != self._hooked or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
-        self._versions, self._changed = versions, set()
+        self._versions, self._is_changed = versions, False
 
     def _buffers(self, i: int) -> list[Tensor]:
         """The buffers of replica i."""

@@ -148,7 +148,6 @@ class ReplicaRunner:
         """Stop the threads and remove the hooks; the root keeps its state."""
         self._executor.shutdown()
         self.logs.close()
-        self.replicas.close()
 
     def _attach(self) -> None:
         """Set up metrics, logs and gradient sums for new replicas."""

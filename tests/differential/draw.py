@@ -134,7 +134,7 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
         Spread,
         st.just("dp"),
         st.sampled_from([2, 3, 4]),
-        options((), (("threads", True),), (("copy_frozen", True),), (("submodule", "net"),)),
+        options((), (("threads", True),), (("submodule", "net"),)),
     ),
     "balanced_dp": st.builds(
         Spread,

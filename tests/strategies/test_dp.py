@@ -308,8 +308,8 @@ def test_a_first_chunk_of_one_sample_with_batchnorm_is_refused() -> None:
         fit(BatchNormNet().double(), BalancedDataParallelStrategy(gpu0_chunk=1))
 
 
-def test_parameters_are_copied_once_per_optimizer_step() -> None:
-    """Evaluation and accumulation copy nothing: 4 parameters × 2 other devices, once for each new set of weights."""
+def test_parameters_are_copied_before_each_training_step_and_once_in_an_evaluation() -> None:
+    """4 parameters × 2 other devices; accumulation copies, too, since hooks may write to weights through `.data`."""
     counts: list[int] = []
 
     class Counter(pl.Callback):
@@ -323,9 +323,8 @@ def test_parameters_are_copied_once_per_optimizer_step() -> None:
     case = Case(num=24, trainer={"accumulate_grad_batches": 3, "num_sanity_val_steps": 0, "callbacks": [Counter()]})
     fit(make_module(case), "dp", case)
     training, validation = counts[:6], counts[6:]
-    # the start of training brings weights over (8); after the step of batches 1-3 they are copied once
-    assert training == [8, 8, 8, 16, 16, 16]
-    assert validation == [24] * 6
+    assert training == [8, 16, 24, 32, 40, 48]
+    assert validation == [56] * 6
 
 
 def test_weights_written_through_data_are_copied_too() -> None:

@@ -7,6 +7,7 @@ from ...strategies.core.errors import ConfigError
 
 GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
+    "strategy.copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
     "strategy.loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
     "strategy.shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
     "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",

@@ -128,7 +128,7 @@ def test_keys_that_checkpoint_policies_share_have_one_default_and_one_explanatio
 def test_a_file_has_all_of_its_options() -> None:
     assert PACKAGE.values("strategy/balanced_dp") == {
         "_target_": "evener.strategies.BalancedDataParallelStrategy",
-        "submodule": None, "copy_frozen": False, "threads": None,
+        "submodule": None, "threads": None,
         "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
         "batch_dims": None, "model_parallel_size": 1, "recompute": "never",
         "verify": True, "global_view": "auto",

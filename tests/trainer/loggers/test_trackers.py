@@ -66,7 +66,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(
 def test_hyperparameters_name_the_strategy_and_no_folder_is_a_file(tmp_path: Path) -> None:
     values = hyperparameters(prepared(tmp_path, "strategy=dp", "devices=2"))
     assert (values["strategy/_target_"], values["module/_target_"]) == ("dp", "DigitsClassifier")
-    assert values["strategy/copy_frozen"] == "false"
+    assert values["strategy/recompute"] == "never"
     folders = {name.rpartition("/")[0] for name in values}
     assert folders & values.keys() == set()
 
