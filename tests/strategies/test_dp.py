@@ -613,7 +613,8 @@ def test_a_replica_uses_its_own_parameters_however_it_is_wrapped(way: str) -> No
         assert [gradient is not None for gradient in gradients] == [True, True]
 
 
-def test_a_layer_that_is_added_while_training_is_replicated() -> None:
+def test_a_layer_that_is_added_while_training_is_replicated_and_its_steps_are_logged() -> None:
+    # What a step logged in which the module had changed went to the recorder of the replicas from before.
     class Growing(Net):
         def on_train_epoch_start(self) -> None:
             if self.current_epoch == 1:
@@ -622,6 +623,14 @@ def test_a_layer_that_is_added_while_training_is_replicated() -> None:
                 self.net.append(layer)
                 self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
 
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
         def on_after_backward(self) -> None:
             self.gradients.append(self.net[0].weight.grad.clone())
 
@@ -629,7 +638,8 @@ def test_a_layer_that_is_added_while_training_is_replicated() -> None:
         torch.manual_seed(0)
         module = make_module(Case(Growing))
         fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
-        return torch.cat([p.detach().flatten() for p in module.parameters()])
+        assert len(module.losses) == 6
+        return torch.cat([*(p.detach().flatten() for p in module.parameters()), torch.tensor(module.losses)])
 
     torch.testing.assert_close(fitted("dp", 3), fitted(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
 
@@ -722,44 +732,6 @@ def test_a_training_step_that_steps_its_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"training_step steps an optimizer, once per replica. Set automatic_optim"):
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 3), 4))  # type: ignore[arg-type]
     assert torch.equal(module.layer.weight, before)
-
-
-class Growing(pl.LightningModule):
-    """Gets a layer at the start of the second epoch; notes what it has logged last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.logged = nn.Linear(2, 3).double(), list[float]()
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.extra = nn.Linear(1, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.layer(batch) / 10).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.logged.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def test_a_step_in_which_the_module_has_changed_is_logged() -> None:
-    # The step's values went to the recorder of the replicas from before.
-    logged: list[list[float]] = []
-    for strategy, num in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(), 2)):
-        module = Growing()
-        trainer = Trainer(
-            strategy=strategy, devices=num, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(torch.arange(8.0).double().reshape(4, 2), batch_size=2))
-        logged.append(module.logged)
-    assert logged[1] == pytest.approx(logged[0], abs=1e-12)
 
 
 class PredictsTogether(Net):
