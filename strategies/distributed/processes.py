@@ -11,7 +11,10 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import TypeAlias
 
-from .process_exit import kill_frozen
+from .process_exit import is_frozen, kill_frozen
+
+LOOK_S = 0.1
+"""Seconds between two looks at whether a rank is frozen; at the second one it is killed, if the run goes on then."""
 
 
 class AdoptedProcess:
@@ -53,6 +56,8 @@ class RankProcesses:
         self.late: list[int] = []
         self._poll_s, self._grace_s, self._alone_s = poll_s, grace_s, alone_s
         self._deadline_s = math.inf
+        self._frozen: set[int] = set()
+        self._looked_s = 0.0
 
     def join(self, is_stopping: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for all, and return the rank that failed first, or was killed, since others may have failed for that.
@@ -68,6 +73,11 @@ class RankProcesses:
                 ends_alone_s = min(ends_alone_s, time.monotonic() + self._alone_s)
             if not math.isinf(self._deadline_s):
                 kill_frozen(process.pid for process in left.values() if process.pid is not None)
+            elif time.monotonic() - self._looked_s > LOOK_S:
+                pids = {process.pid for rank, process in left.items() if process.pid and self._can_lose(rank)}
+                before, self._frozen = self._frozen, set(filter(is_frozen, pids))
+                kill_frozen(before & self._frozen)
+                self._looked_s = time.monotonic()
             if time.monotonic() > min(self._deadline_s, ends_alone_s):
                 self.late = self.late or ([*left] if failed is None else [])
                 self.end(signal.SIGKILL)
@@ -78,6 +88,10 @@ class RankProcesses:
         """Wait until one of those that are left may have ended."""
         # what a rank has forked, such as a data worker, may hold its sentinel for longer than the rank lives
         wait([process.sentinel for process in left.values() if isinstance(process, BaseProcess)], self._poll_s)
+
+    def _can_lose(self, rank: int) -> bool:
+        """Whether the run goes on if a rank is killed."""
+        return False
 
     def _failed(self) -> int | None:
         statuses = {rank: status for rank, process in enumerate(self.processes) if (status := status_of(process))}

@@ -29,7 +29,8 @@ import torch.distributed as dist
 
 from ._heartbeat import is_about_communication
 from ._store_watch import PEER_LOST
-from .process_exit import fork_orphan, is_frozen, take_orphans
+from .process_exit import fork_orphan, take_orphans
+from .processes import LOOK_S
 from .store import RankError, poll
 
 _ROW = 16
@@ -40,9 +41,6 @@ of its two records is newer; the number after that of the rank that it is to for
 negative once that is adopted; and the first word about these records (group, section and length of each)."""
 _GROUP, _SECTION, _BASE = range(3)
 """Words of all: the number of the group, the last section that it has done, and the group whose records count."""
-
-LOOK_S = 0.1
-"""Seconds between two looks at whether a rank is frozen; at the second one it is killed."""
 
 FORK_S = 5.0
 """Seconds within which a rank forks another one, or the others go on without that."""
@@ -144,8 +142,6 @@ class Agent:
         self, board: Board, spares: int = 0, adopt: Callable[[int, int], None] = lambda rank, pid: None
     ) -> None:
         self.board, self._spares, self._adopt = board, spares, adopt
-        self._frozen: set[int] = set()
-        self._looked_s = 0.0
         self._forking = -1, -1, 0.0  # a rank, who forks it, and until when
         if spares:
             take_orphans()
@@ -169,8 +165,12 @@ class Agent:
         """The ranks that have died, without which the others have gone on."""
         return self.board.ranks(_DEAD)
 
+    def can_lose(self, rank: int) -> bool:
+        """Whether the others can go on without a rank."""
+        return bool(self.board.get(rank, _ARMED))
+
     def wait(self, pids: Mapping[int, int], timeout_s: float) -> None:
-        """Wait until a process ends or a rank rings; meanwhile kill ranks that are frozen, and form groups."""
+        """Wait until a process ends or a rank rings, and form a group that is asked for."""
         looks, descriptors = select.poll(), list[int]()
         looks.register(self.board.bells[-1], select.POLLIN)
         try:
@@ -184,12 +184,6 @@ class Agent:
                 os.close(descriptor)
         with suppress(BlockingIOError):
             os.eventfd_read(self.board.bells[-1])
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._looked_s = time.monotonic()
-            frozen = {rank for rank, pid in pids.items() if self.board.get(rank, _ARMED) and is_frozen(pid)}
-            for rank in self._frozen & frozen:
-                os.kill(pids[rank], 9)
-            self._frozen = frozen
         self.assemble()
 
     def assemble(self) -> None:

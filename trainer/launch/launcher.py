@@ -258,6 +258,11 @@ class Workers(RankProcesses):
         return self._agent is not None and status is not None and status < 0 and self._agent.lose(rank, statuses)
 
     @override
+    def _can_lose(self, rank: int) -> bool:
+        again = self.attempt < self._cfg.launcher.max_restarts
+        return again or (self._agent is not None and self._agent.can_lose(rank))
+
+    @override
     def _wait(self, left: Mapping[int, Process]) -> None:
         if self._agent is None:
             super()._wait(left)

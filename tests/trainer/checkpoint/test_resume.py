@@ -145,6 +145,17 @@ def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_
     assert [step for step, _ in whole["val/loss"]] == [5, 11]
 
 
+def test_tensorboard_shows_the_validation_before_the_checkpoint_that_it_has_made(tmp_path: Path) -> None:
+    # It is at the step with which the resumed run goes on, from which on points were withdrawn.
+    plan = Plan(
+        checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, trainer={"val_check_interval": 0.5}, tensorboard=True
+    )  # fmt: skip
+    prove(plan, ["step 0 4", "step 1 5"], tmp_path)
+    whole, killed = curves(tmp_path / "whole"), curves(tmp_path / "killed")
+    assert killed == whole
+    assert [step for step, _ in whole["val/loss"]] == [2, 5, 8, 11]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_a_run_killed_everywhere_goes_on_exactly(name: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A frozen worker does not hold up the end of a run that has failed."""
+"""A frozen worker holds up neither the end of a run that has failed nor one that may be started again."""
 
 import multiprocessing
 import os
@@ -29,9 +29,18 @@ def frozen() -> Iterator[BaseProcess]:
 
 
 def test_a_frozen_worker_does_not_hold_up_the_end(frozen: BaseProcess, tmp_path: Path) -> None:
-    options = OmegaConf.create({"launcher": {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60}})
+    options = OmegaConf.create({"launcher": {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 0}})
     workers = Workers(options, 1, tmp_path, forks=True)
     workers.processes.append(frozen)
     workers.end(signal.SIGTERM, 60)
+    assert workers.join() == 0
+    assert frozen.exitcode == -signal.SIGKILL
+
+
+def test_a_frozen_worker_is_killed_where_all_may_be_started_again(frozen: BaseProcess, tmp_path: Path) -> None:
+    # The others waited for it as long as for a network, strategy.timeout_s.
+    options = OmegaConf.create({"launcher": {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 1}})
+    workers = Workers(options, 1, tmp_path, forks=True)
+    workers.processes.append(frozen)
     assert workers.join() == 0
     assert frozen.exitcode == -signal.SIGKILL

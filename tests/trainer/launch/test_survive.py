@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 51 --seed 11 --only 17", "3"),  # a validation's values were lost, as times were not logged again
         ("--kills 2 --seed 43 --plan validating:5:1 saving:4:0", "2"),  # in one section; its values came twice
         ("--kills 18 --seed 21 --only 6", "3"),  # values of a validation that was done again came in another order
+        ("--kills 1 --ranks 2 --seed 1 --restarts 1 --plan forward:6:1", "1"),  # points before it are shown once
         ("--kills 1 --ranks 3 --seed 8 --spares 1 --plan forward:5:1", "1"),
         ("--kills 3 --ranks 3 --seed 9 --spares 2 --plan validating:2:0 logging:12:2 forward:20:1", "3"),
     ],
