@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...strategies.core.devices import flat_bytes
 from ...strategies.core.files import was_left
+from ...strategies.distributed.store import RankError
 from ...strategies.sharding.placed import PLACE, Entry, Placed
 
 FILE = "evener_tensors"
@@ -87,7 +88,12 @@ class ShardFile:
         os.fsync(file.fileno())
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Wait until all ranks have written their rows, and return their checksums."""
+        """Wait until all ranks have written their rows, and return their checksums.
+
+        Raises:
+            OSError: a rank could not write.
+            RankError: a rank has not answered.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             with open(self.path, "rb") as file:  # opened anew: other machines' writes show then
@@ -96,10 +102,10 @@ class ShardFile:
             missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
             if not missing:
                 return [checksum for checksum, _ in marks]
-            failed = [rank for rank in missing if marks[rank][1] == _FAILED]
-            if failed or time.monotonic() > deadline:
-                why = f"could not be written by rank {failed[0]}" if failed else f"of ranks {missing} did not come"
-                raise OSError(f"the shards {why}")
+            if failed := [rank for rank in missing if marks[rank][1] == _FAILED]:
+                raise OSError(f"the shards could not be written by rank {failed[0]}")
+            if time.monotonic() > deadline:
+                raise RankError(f"rank {missing[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
             time.sleep(_POLL_S)
 
 

@@ -64,8 +64,8 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
         try:
             torch.save({**checkpoint, _MARK: 2}, file)
         except RuntimeError as exc:
-            # torch's archive writer replaces the cause by its own error.
-            raise exc.__cause__ or exc.__context__ or OSError(str(exc)) from exc
+            # torch's archive writer replaces the cause by its own error
+            raise cause if isinstance(cause := exc.__cause__ or exc.__context__, OSError) else exc from exc
         file.truncate()
         file.flush()
         os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """Checkpoint files: whole or not at all, verified, plain data only; written in the background without losing any."""
 
+import dataclasses
 import errno
 import hashlib
 import logging
@@ -21,6 +22,8 @@ from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
+from evener.strategies.distributed.store import RankError
+from evener.strategies.sharding.placed import Writers, place_shards
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import file_io
 from evener.trainer.checkpoint._plain_data import to_plain
@@ -204,6 +207,24 @@ def test_an_error_stops_training_where_that_is_asked_for(tmp_path: Path, monkeyp
         io.teardown()
     assert read(tmp_path / "a.ckpt")["global_step"] == 7
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_what_is_no_error_of_files_is_not_told_as_one(
+    on_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cause: errors of torch without an OSError behind them, and ranks that did not answer, were made OSErrors."""
+    io = VerifiedCheckpointIO(on_error=on_error, sharded=True)
+    first = dataclasses.replace(place_shards(STATE, is_first=True), num_writers=2)
+    with pytest.raises(RankError, match=r"^rank 1 has not written its shards of a checkpoint within 0\.1 s$"):
+        io.save_shards(first, tmp_path / "a.ckpt", Writers(True, lambda name: name, 0.1))
+
+    def times_out(*_: Any) -> None:
+        raise RuntimeError("Timed out waiting 6000ms for recv operation to complete")
+
+    monkeypatch.setattr(torch, "save", times_out)
+    with pytest.raises(RuntimeError, match=r"^Timed out waiting"):
+        io.save_checkpoint(STATE, tmp_path / "a.ckpt")
 
 
 def test_a_vanished_directory_is_made_again_and_a_file_in_its_place_is_told(tmp_path: Path) -> None:
