@@ -9,7 +9,8 @@ anything else                         shared: all chunks have it
 
 Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the number of
 rows that most tensors outside of lists have, or the loader's `batch_size` if any has as many; of tensors that are all
-in lists the rows, if they have as many (and as `batch_size`), else the length of the lists.
+in lists the rows, if they have as many (as `batch_size`), else the length of the lists. Where `batch_size` does not
+show which, the batches of a loader are not cut: steps get whole ones.
 
 The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a
 shared tensor whose number of rows then becomes another is not cut, but refused by name.
@@ -83,6 +84,9 @@ class BatchStructure:
         self._roles: dict[tuple[Path, bool], Role] = {}
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
+        self.vague: PartsDiffer | None = None
+        """Why these batches are not cut: what their samples are can be read in two ways."""
+        self._of_loader = bool(loaders)
 
     @property
     def with_rows(self) -> list[Path]:
@@ -94,7 +98,7 @@ class BatchStructure:
         """Why parts of these batches may not be what a step takes them for: a tensor whose rows are something else."""
         for path, rows in self._shared.items():
             return self._refuse(path, f"has {rows} rows, which are not the samples")
-        return None
+        return self.vague
 
     def settle(self, batch: Batch, num: int) -> None:
         """Decide all by a batch of a known number of samples, if it has values of that length."""
@@ -130,6 +134,8 @@ class BatchStructure:
         """
         if not self._roles:
             self.num_samples(batch)
+        if self.vague is not None:
+            raise self.vague
         return cut(batch, list(sizes), self._role, self._refuse)
 
     def _refuse(self, path: Path, what: str) -> PartsDiffer:
@@ -198,11 +204,16 @@ class BatchStructure:
         if counts:
             return counts.most_common(1)[0][0]
         rows = {length(part) for _, part, _ in values if not is_sequence(part)}
-        if len(rows) == 1 and self._size in (None, *rows):
-            return rows.pop()
-        lists = [len(part) for _, part, _ in values if is_sequence(part)]
-        below = lists[is_sequence(batch) :] or lists
-        return self._size if self._size in below else next(iter(below), None)
+        lists = [(len(part), place) for place, part, _ in values if is_sequence(part)]
+        below = dict(lists[is_sequence(batch) :] or lists)
+        of_lists = self._size if self._size in below else next(iter(below), None)
+        if len(rows) != 1 or of_lists is None:
+            return of_lists
+        fit = [num for num in (*rows, of_lists) if num is not None and num <= (self._size or num)]
+        found = [num for num in fit if num == self._size] or fit or [of_lists]
+        if len(found) > 1 and self._of_loader:
+            self.vague = self._refuse(below[of_lists], "may be a list of samples, or hold tensors with rows of samples")
+        return found[0]
 
     def _values(
         self, value: Any, path: Path, inside: bool = False, below: bool = False

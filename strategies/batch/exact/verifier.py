@@ -174,7 +174,7 @@ class Verifier:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise Cannot(f"its samples can't be chosen from {exc}") from exc
-            if views.ranks and not views.chunks and self._structure.unclear is not None:
+            if views.ranks and (self._structure.vague if views.chunks else self._structure.unclear) is not None:
                 raise Cannot("it isn't known what a part of its batches is") from exc
             batch = move_data_to_device(batch, device)  # it may wait on the host
             # the run's own step gets it, too, perhaps where there are no graphs

@@ -21,6 +21,7 @@ from evener.strategies import (
     ConfigError,
     DataParallelStrategy,
     DDPStrategy,
+    FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
@@ -28,6 +29,7 @@ from evener.strategies.batch.batch_dims import verify_batch_dims
 from evener.strategies.batch.policies import Even
 from evener.strategies.batch.run_structures import RunStructures
 from evener.strategies.batch.structure import BatchStructure
+from evener.strategies.core.errors import PartsDiffer
 from evener.strategies.data.streams import Divided
 
 pytestmark = pytest.mark.filterwarnings("ignore:A stage is used before")
@@ -365,6 +367,62 @@ def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
     loaders = [DataLoader(Endless(), batch_size=4, collate_fn=list)]
     chunks = BatchStructure(loaders=loaders).split({"views": detection(2, 4)[0]}, [1, 3])
     assert [[len(view) for view in chunk["views"]] for chunk in chunks] == [[1, 1], [3, 3]]
+
+
+@pytest.mark.parametrize(("images", "rows", "size"), [(2, 2, 2), (2, 1, 3), (6, 4, None)])
+def test_samples_in_lists_or_rows_are_not_cut_where_the_loader_does_not_show_which(
+    images: int, rows: int, size: int | None
+) -> None:
+    structure = BatchStructure(loaders=[DataLoader(Endless(), size, collate_fn=list)])
+    with pytest.raises(
+        PartsDiffer, match=r"^batch\[.\] may be a list of samples, or hold tensors with rows of samples"
+    ):
+        structure.split(detection(images, rows), [1, images - 1])
+
+
+class Listed(pl.LightningModule):
+    """Evaluates batches whose tensors are all in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 2)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch["data"][0]["x"], batch["data"][1][0]
+        self.log("error", (x[:, 0] - y).abs().mean())
+
+
+def _tested(strategy: Any, num: int) -> float:
+    def nested(samples: list[int]) -> Any:
+        x = torch.tensor(samples, dtype=torch.float64)
+        return {"data": [{"x": x[:, None]}, (2 * x,)]}
+
+    trainer = quiet_trainer(strategy, 2)
+    [found] = trainer.test(Listed(), DataLoader(Counted(num), 3, collate_fn=nested), verbose=False)
+    return found["error"]
+
+
+class Counted(IterableDataset[int]):
+    """A stream of the numbers from 1."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, self.num + 1))
+
+
+def _tested_on_ranks(kind: Any, num: int) -> float:
+    return _tested(kind(batch_size_is="global", timeout_s=60), num)
+
+
+@pytest.mark.parametrize("num", [1, 5])
+def test_a_stream_whose_samples_are_not_known_is_evaluated(num: int) -> None:
+    """Of one sample in batches of 3, the list of two tensors was taken for two samples: an IndexError, or worse."""
+    expected = pytest.approx((1 + num) / 2, rel=1e-12)  # the errors are 1, 2, ..., num
+    assert _tested(DataParallelStrategy(), num) == expected
+    for kind in (DDPStrategy, FSDPStrategy):
+        assert run_ranks(_tested_on_ranks, 2, kind, num) == [expected, expected]
 
 
 CONVENTION: dict[str, tuple[Any, Any]] = {
