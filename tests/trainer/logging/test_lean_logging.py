@@ -132,7 +132,9 @@ def test_results_of_evaluation_equal_lightnings() -> None:
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     points: dict[str, list[tuple[int, float]]] = {}
     # fit and validate write a file each, whose names, made in one second, end in a counter that does not sort as text
-    for file in sorted(folder.glob("events.*"), key=lambda file: int(file.name.rpartition(".")[2])):
+    for file in sorted(
+        folder.glob("events.*"), key=lambda file: int(file.name.split(".")[-2 if file.suffix == ".evener" else -1])
+    ):
         reader = EventAccumulator(str(file))
         reader.Reload()
         for tag in reader.Tags()["scalars"]:
