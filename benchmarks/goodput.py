@@ -4,6 +4,7 @@
     python benchmarks/goodput.py --kills 98 --ranks 8 --per-run 7 --seed 1  # of eight ranks seven die
     python benchmarks/goodput.py --kills 100 --ranks 4 --seed 2 --doubles 1 # a second one within 0.2 s of the first
     python benchmarks/goodput.py --kills 9 --ranks 4 --restarts 9           # all ranks are started anew
+    python benchmarks/goodput.py --kills 9 --ranks 4 --spares 3 --draws     # dropout in ranks that are replaced
     python benchmarks/goodput.py --ranks 4 --cost 5                         # steps without failures, with and without
 
 Each run of `train.py` is drawn from the seed, done once undisturbed, and once more while ranks kill or freeze
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--cost", type=int, default=0, help="instead, interleaved runs without failures, so many each")
     parser.add_argument("--doubles", type=float, default=0.2, help="of failures, those within 0.2 s of another")
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the runs to do, of all that are drawn")
+    parser.add_argument("--draws", action="store_true", help="steps draw random numbers; give as many spares as kills")
     parser.add_argument("--plan", nargs="*", help="the kills of each run, instead of drawn ones: point:times:rank")
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     given = parser.parse_args()
@@ -253,7 +255,7 @@ def fail(given: Any, home: Path) -> int:
     at: Counter[str] = Counter()
     while done < given.kills:
         number += 1
-        options = drawn_options(dice)
+        options = {**drawn_options(dice), "+module.draws": given.draws}
         plan = drawn_plan(given.ranks, min(given.per_run, given.kills - done), dice, given.doubles)
         if given.plan:
             plan = [

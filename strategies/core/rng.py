@@ -72,16 +72,17 @@ def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
     _seed_each(devices, torch.initial_seed(), first=0 if rank else 1)
 
 
-def capture(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+def capture(devices: Sequence[torch.device] = (), state: RandomState | None = None) -> dict[str, Any]:
     """Read the random states.
 
     Args:
         devices: accelerators of this process; their generators are included.
+        state: what `random_state` returned, in place of the present states of the host.
 
     Returns:
         Plain data (`to_plain`) for `restore`.
     """
-    torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = random_state()
+    torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = state or random_state()
     return {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),

@@ -34,7 +34,7 @@ from .processes import LOOK_S
 from .store import RankError, poll
 
 _ROW = 16
-_DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
+DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
 """Words of a rank: sections done; whether it can go on without others; whether it has died; the group that it asks for;
 the last group in which it was ready; whether it is in the group; whether it was in the group whose records count; which
 of its two records is newer; the number after that of the rank that it is to fork; the process that was forked for it,
@@ -45,8 +45,8 @@ _GROUP, _SECTION, _BASE = range(3)
 FORK_S = 5.0
 """Seconds within which a rank forks another one, or the others go on without that."""
 
-_SPINS = 20
-_PAUSES_S = (5e-5, 1e-3)
+_DEATH_S = 5e-3
+"""Seconds between two looks at whether a rank has died for which others wait."""
 
 
 class Board:
@@ -59,6 +59,7 @@ class Board:
         self._records = [[os.memfd_create("evener-record") for _ in range(2)] for _ in range(num_ranks)]
         self.bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(num_ranks + 1)]
         """One per rank; the last one is the command's."""
+        self._turns = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(num_ranks)]
         for rank in range(num_ranks):
             self.set(rank, _IS_MEMBER, 1)
             self.set(rank, _IN_BASE, 1)
@@ -81,9 +82,16 @@ class Board:
         """The last section that all of the group have done, when it was formed."""
         return self.get(-1, _SECTION)
 
-    def done(self, rank: int, section: int) -> None:
-        """Note that a rank has done a section."""
-        self.set(rank, _DONE, section)
+    def reach(self, rank: int, word: int, value: int) -> None:
+        """Write a word of a rank for which others may wait."""
+        self.set(rank, word, value)
+        for turn in self._turns:
+            os.eventfd_write(turn, 1)
+
+    def wait(self, rank: int) -> None:
+        """Have a rank wait until another one has reached something."""
+        if select.select([self._turns[rank]], [], [], _DEATH_S)[0]:
+            os.eventfd_read(self._turns[rank])
 
     def ask(self, rank: int, group: int) -> None:
         """Have a rank ask for a group."""
@@ -126,7 +134,7 @@ class Board:
 
     def close(self) -> None:
         """Give the memory back."""
-        for descriptor in (*self.bells, *(one for pair in self._records for one in pair)):
+        for descriptor in (*self.bells, *self._turns, *(one for pair in self._records for one in pair)):
             os.close(descriptor)
 
 
@@ -199,7 +207,7 @@ class Agent:
             board.set(-1, _BASE, group)
             for rank in range(board.num_ranks):
                 board.set(rank, _IN_BASE, int(rank in members))
-        board.set(-1, _SECTION, min(board.get(rank, _DONE) for rank in board.ranks(_IN_BASE)))
+        board.set(-1, _SECTION, min(board.get(rank, DONE) for rank in board.ranks(_IN_BASE)))
         for rank in set(members).difference(living):
             board.set(rank, _IS_MEMBER, 0)
         board.set(-1, _GROUP, group + 1)  # last: ranks read the rest once they see it
@@ -293,21 +301,16 @@ class Survivor:
         """
         section = self._section = self._section + 1
         self.board.write(self.rank, self.group, section, record)
-        self.board.done(self.rank, section)
-        self._wait(_DONE, section)
+        self.board.reach(self.rank, DONE, section)
+        self._wait(DONE, section)
 
     def _wait(self, word: int, value: int) -> None:
         """Wait until a word of all ranks of the group has come to a value."""
-        board, spins, pause_s = self.board, 0, _PAUSES_S[0]
+        board = self.board
         while behind := [rank for rank in self._members if board.get(rank, word) < value]:
             if any(board.get(rank, _DEAD) or board.get(rank, _ASKS) > self.group for rank in behind):
                 raise RankError("a rank has died")
-            spins += 1
-            if spins < _SPINS:
-                os.sched_yield()
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSES_S[1])
+            board.wait(self.rank)
 
     def ready(self, record: bytes) -> None:
         """Go on in the new group from here, leaving another record of the last section, once all have.
@@ -316,7 +319,7 @@ class Survivor:
             RankError: yet another rank has died.
         """
         self.board.write(self.rank, self.group, self._section, record)
-        self.board.set(self.rank, _READY, self.group)
+        self.board.reach(self.rank, _READY, self.group)
         self._wait(_READY, self.group)  # the next record takes the place of the group before's
 
     def regroup(self, timeout_s: float) -> Regrouped:
@@ -339,7 +342,7 @@ class Survivor:
             if not any(board.get(rank, _DEAD) for rank in members):
                 break
         self._section = board.section
-        board.done(self.rank, self._section)
+        board.set(self.rank, DONE, self._section)
         before, self._members = self._members, members
         base, group = board.ranks(_IN_BASE), board.get(-1, _BASE)
         records = [board.read(rank, group, self._section, rank == self.rank) for rank in base]

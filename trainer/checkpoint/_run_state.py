@@ -33,30 +33,35 @@ from ...strategies.sharding.whole import map_tensors
 from ._loader_state import ReadAhead, ResumableLoader, is_resumable
 
 
-def capture(trainer: pl.Trainer, accumulating: bool, weighs: bool | None = None) -> dict[str, Any]:
-    """Read this process's state, with the gradients of an unfinished step; every rank must call it.
-
-    Args:
-        accumulating: whether there is an unfinished step.
-        weighs: whether its loss weights are read; by default as its gradients.
-    """
-    loader = trainer.fit_loop._combined_loader
-    module, sync, contract = trainer.lightning_module, _metric_sync(trainer), contract_of(trainer.strategy)
+def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
+    """Read this process's state, with gradients and loss weights of an unfinished step; every rank must call it."""
+    module, own = trainer.lightning_module, capture_own(trainer)
     results: Any = trainer.fit_loop.epoch_loop._results
-    logged, metrics = {id(result.value) for result in results.values() if not result.is_tensor}, _metrics(module)
+    logged = {id(result.value) for result in results.values() if not result.is_tensor}
     evaluation: Any = trainer.fit_loop.epoch_loop.val_loop
     return {
         "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
+        "gradients": contract_of(trainer.strategy).whole_gradients(module) if accumulating else None,
+        **map_tensors(own, lambda tensor: tensor.detach().cpu()),
+        "loaders": own["loaders"],
+        "weights": own["weights"] if accumulating else 0.0,
+        "of_epoch": [name for name, metric in _metrics(module) if id(metric) in logged],
+    }
+
+
+def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
+    """Read what is no random stream and no gradient; metrics and values are the ones that go on changing."""
+    loader, sync = trainer.fit_loop._combined_loader, _metric_sync(trainer)
+    results: Any = trainer.fit_loop.epoch_loop._results
+    return {
         "loaders": [] if loader is None else _positions(trainer, loader),
-        "gradients": contract.whole_gradients(module) if accumulating else None,
-        "weights": _on_cpu(_accumulation(trainer).total) if (accumulating if weighs is None else weighs) else 0.0,
+        "weights": _accumulation(trainer).total,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
-            for name, metric in metrics
+            for name, metric in _metrics(trainer.lightning_module)
         },
-        "of_epoch": [name for name, metric in metrics if id(metric) in logged],
-        "results": _on_cpu(results.capture()),
-        "logged": _on_cpu(dict(trainer.callback_metrics)),
+        "results": results.capture(),
+        "logged": dict(trainer.callback_metrics),
         "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],
     }
 
@@ -127,8 +132,8 @@ def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
     ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    states = loader._state_dicts()
     parts = [part for part in loader.flattened if hasattr(part, "state_dict")]
+    states = [part.state_dict() for part in parts]
     for i, part in enumerate(parts):
         if is_resumable(part):
             states[i]["position"] = max(states[i]["position"] - ahead, 0)
@@ -154,7 +159,3 @@ def _whole(trainer: pl.Trainer) -> WholeSteps | None:
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
     return [(name, child) for name, child in module.named_modules() if is_metric(child)]
-
-
-def _on_cpu(tree: Any) -> Any:
-    return map_tensors(tree, lambda tensor: tensor.detach().cpu())

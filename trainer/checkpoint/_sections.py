@@ -21,6 +21,7 @@ from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.loops.progress import _BaseProgress
@@ -28,6 +29,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS
 
+from ...strategies.core import rng
 from ...strategies.core.internals import callbacks_of
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
@@ -153,11 +155,10 @@ class Sections:
         self._points.end()
 
     def _record(self, ends: dict[str, int]) -> bytes:
-        state = _run_state.capture(self._trainer, accumulating=False, weighs=True)
         record = io.BytesIO()
         pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-        pickler.dump((state, ends))
+        pickler.dump((rng.random_state(), _run_state.capture_own(self._trainer), ends))
         return record.getvalue()
 
     def _go_on(self) -> None:
@@ -183,13 +184,13 @@ class Sections:
             for key in [key for key, series in one.items() if series.is_tensor]:  # of a validation none count yet
                 del one[key]
         left = [pickle.loads(one) for one in new.records]
-        states = [one for one, _ in left]
+        states: list[Any] = [{**own, "gradients": None, "random": rng.capture(state=random)} for random, own, _ in left]
         same = len(states) == num  # each has its own, and a new one that of the rank whose place it has
         state = states[new.rank] if same else state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _run_state.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero:
-            journal.go_on(trainer.loggers, left[0][1])
+            journal.go_on(trainer.loggers, left[0][2])
             for take_over in () if self._is_first else self._take_over():
                 take_over()
         survivor.ready(self._record(journal.ends(trainer)))
@@ -244,15 +245,22 @@ class Sections:
 
 
 def _reduced(one: Tensor) -> Any:
-    """As torch, in a tenth of the time, where numpy has such tensors."""
+    """As torch, in a hundredth of the time, where numpy has such tensors."""
     try:
-        return _tensor, (one.detach().numpy(),)
+        if not one.dim():
+            return _scalar, (one.item(), one.dtype)
+        values = one.detach().numpy()
+        return _tensor, (values.tobytes(), values.dtype.str, values.shape)
     except (RuntimeError, TypeError):
         return one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _tensor(values: Any) -> Tensor:
-    return torch.from_numpy(values)
+def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def _tensor(values: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.ndarray(shape, dtype, bytearray(values)))
 
 
 class _Before:
@@ -279,14 +287,14 @@ class _Before:
         spaces = [vars(owner) for owner in owners]
         spaces += [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._spaces = [(space, dict(space), _containers(space)) for space in spaces]
-        buffers = self._buffers
+        buffers, layers = self._buffers, list(trainer.lightning_module.modules())
         self._buffers = {}
-        for one in trainer.lightning_module.buffers():
+        for one in [one for layer in layers for one in layer._buffers.values() if one is not None]:
             known = buffers.get(id(one))
             if known is None or known[0] is not one or known[1] != one._version:
                 known = (one, one._version, one.detach().clone())
             self._buffers[id(one)] = known
-        self._modes = [(layer, layer.training) for layer in trainer.lightning_module.modules()]
+        self._modes = [(layer, layer.training) for layer in layers]
 
     def restore(self) -> None:
         self._trainer._logger_connector._leave_batch()

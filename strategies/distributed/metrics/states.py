@@ -74,9 +74,9 @@ class SavedMetric(NamedTuple):
 
     @classmethod
     def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
-        """Copy what a metric has accumulated to the CPU."""
+        """Refer to what a metric has accumulated; its lists go on growing."""
         num = metric._num_vals_seen if isinstance(metric, Running) else metric._update_count
-        return cls(_moved(metric.metric_state, CPU), num, marks)
+        return cls(metric.metric_state, num, marks)
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""

@@ -16,7 +16,7 @@ from evener.strategies import ConfigError
 from evener.strategies.distributed import survivors
 from evener.strategies.distributed._store_watch import PEER_LOST
 from evener.strategies.distributed.store import RankError
-from evener.strategies.distributed.survivors import FORKS, PROCESS, Agent, Board, Connecting
+from evener.strategies.distributed.survivors import DONE, FORKS, PROCESS, Agent, Board, Connecting
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 1 --ranks 2 --seed 1 --restarts 1 --plan forward:6:1", "1"),  # points before it are shown once
         ("--kills 1 --ranks 3 --seed 8 --spares 1 --plan forward:5:1", "1"),
         ("--kills 3 --ranks 3 --seed 9 --spares 2 --plan validating:2:0 logging:12:2 forward:20:1", "3"),
+        ("--kills 2 --ranks 3 --seed 4 --spares 2 --draws --plan backward:9:1 logging:15:0", "2"),  # dropout in forks
     ],
 )
 def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
@@ -69,7 +70,7 @@ def test_a_group_is_formed_once_all_that_live_ask_from_the_last_section_that_all
     for rank, done in enumerate([5, 4, 5]):
         for section in range(1, done + 1):
             board.write(rank, 0, section, b"%d of rank %d" % (section, rank))
-        board.done(rank, done)
+        board.reach(rank, DONE, done)
         board.arm(rank, True)
     assert agent.lose(2, [None, None, -9])
     board.ask(0, 1)
