@@ -140,7 +140,7 @@ class StageLayout(Layout):
             return step(*args, **kwargs)
         if self.cut_by:  # the last micro-batch is to begin its backward pass without waiting for the root device
             return self._step_in_microbatches(step, *args, **kwargs)
-        output = ended(self._module, self._watched(partial(step, *args, **kwargs)))
+        output = ended(self._module, step(*args, **kwargs))
         self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):
@@ -199,7 +199,6 @@ class StageLayout(Layout):
         ]
         chunks = self._batch_structure.split(batch, sizes)
         steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
-        steps[0] = partial(self._watched, steps[0])
         steps = [self.reader.reading(step, size) for step, size in zip(steps, sizes, strict=True)]
         gradients = self._gradients(sizes)
         logs.follow_metrics()
@@ -228,10 +227,6 @@ class StageLayout(Layout):
     def _batch_structure(self) -> BatchStructure:
         assert self._module is not None, "the run has not begun"
         return self.structures.of_batch(self._module.trainer)
-
-    def _watched(self, call: Callable[[], Any]) -> Any:
-        with self.stages.watched():
-            return call()
 
     def _sizes(self, batch: Batch, num: int | None) -> list[int]:
         if num is None:

@@ -5,12 +5,10 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -68,7 +66,6 @@ class _OnThread(threading.local):
     devices: list[torch.device] | None = None
     enter: Callable[[int], None] | None = None
     stage: int = 0
-    path: list[tuple[int, str, int]] | None = None
     batch: BatchTensors | None = None
 
     @override
@@ -93,7 +90,6 @@ class Stages:
         self._hooks: list[RemovableHandle] = []
         self._on_thread = _OnThread()
         self._batch = BatchTensors(None)
-        self._is_watched = False
         self._manual: dict[str, torch.device] = {}
         self._mixed: MixedDevices | None = None
         self._placed: weakref.ref[nn.Module] | None = None
@@ -233,45 +229,18 @@ class Stages:
             return
         parts = {name: module.get_submodule(name) for name in self.modules(module)}
         for name, part in parts.items():
-            enter = traced_around(module, partial(self._enter, self.plan.stage_of[name], name))
+            enter = traced_around(module, partial(self._enter, self.plan.stage_of[name]))
             self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
         for last in list(parts.values())[-1:]:
             self._hooks.append(last.register_forward_hook(traced_around(module, partial(self._meet, 0))))
         # DDP also calls `training_step` through the root module: scalars (losses) stay
         self._hooks.append(module.register_forward_hook(traced_around(module, partial(self._meet, 1))))
 
-    def _enter(self, stage: int, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, stage: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
-        if self._on_thread.path is not None:
-            size = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self._on_thread.path.append((stage, name, size))
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):  # most calls: torch's trees take longer
             return tuple(self._move(stage, list(args))), kwargs
         return self._bring(stage, (args, kwargs))
-
-    @contextmanager
-    def watched(self) -> Generator[None]:
-        """Warn, in the first training step, if the batch goes back to an earlier stage."""
-        if self._is_watched:
-            yield
-            return
-        self._is_watched, path = True, list[tuple[int, str, int]]()
-        with replaced(self._on_thread, "path", path):
-            yield
-        calls = [*pairwise([(0, "", 0), *path])]
-        back = [
-            (f"{name} (stage {stage}) after stage {before}", size)
-            for (before, *_), (stage, name, size) in calls
-            if stage < before
-        ]
-        if back:
-            crossings = sum(stage != before for (before, *_), (stage, *_) in calls)
-            rank_zero_warn(
-                f"A stage is used before the previous one is done: {', '.join(told for told, _ in back)}. Each step "
-                f"changes devices {crossings} times instead of {self.num_stages - 1}, moves "
-                f"{sum(size for _, size in back):,} bytes back, and stages wait for each other. Register modules in "
-                "the order of their use, or name the cut: partition=[first module of each later stage]."
-            )
 
     def _meet(self, min_dim: int, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Move an output to the meeting device."""

@@ -228,7 +228,6 @@ def test_manual_optimization_trains_as_on_one_device(strategy: str, kind: type[G
     assert not {"manual_backward", "toggle_optimizer"} & vars(found[3]).keys()
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")
 @pytest.mark.parametrize("kind", [GAN, WGANGP])
 def test_manual_optimization_on_stages_has_whole_batches(kind: type[GAN]) -> None:
     expected = _on_one_device(kind)

@@ -145,7 +145,6 @@ IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")  # two views by one encoder
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("strategy", IN_ONE_PROCESS)
 def test_a_loss_over_the_batch_trains_as_on_one_device(strategy: str, name: str) -> None:
@@ -187,7 +186,6 @@ ACCUMULATING: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before the previous one is done")
 @pytest.mark.parametrize("strategy", ACCUMULATING)
 def test_each_forward_pass_has_its_own_batch_under_accumulation(strategy: str) -> None:
     make, devices = ACCUMULATING[strategy]

@@ -32,7 +32,6 @@ from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.core.errors import PartsDiffer
 from evener.strategies.data.streams import Divided
 
-pytestmark = pytest.mark.filterwarnings("ignore:A stage is used before")
 """What the modules here compute with their outputs is not what stages are for."""
 
 Strategies = Callable[..., Any]

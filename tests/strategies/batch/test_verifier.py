@@ -98,7 +98,6 @@ class Detached(Net):
         return first + first.detach() / second.detach() * second
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before")
 def test_numbers_detached_from_the_loss_are_the_whole_batchs() -> None:
     one = weights(Detached(), SingleDeviceStrategy(), devices=1)
     for strategy in (ModelParallelStrategy(num_microbatches=2), DataParallelStrategy()):
@@ -141,7 +140,6 @@ class Estimates(Counts):
         return super().loss(x, y)
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before")
 def test_what_each_micro_batch_would_do_to_the_module_is_done_on_whole_batches(caplog: Any) -> None:
     one, two = Estimates(), Estimates()
     with caplog.at_level("INFO"):

@@ -100,7 +100,6 @@ def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_stages_follow
     assert everything == [num_microbatches * one] * num_stages
 
 
-@pytest.mark.filterwarnings("ignore:A stage is used before")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("output_device", ["first", "last"])
 @pytest.mark.parametrize("case", [DEEP, Case(TokenNet, num=22), Case(SquareNet)], ids=["deep", "tokens", "tied"])

@@ -16,12 +16,7 @@ from torch.nn.utils import parametrize
 
 from evener.strategies import ModelParallelStrategy
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:A stage is used before the previous one"),  # some call their layers twice
-    pytest.mark.filterwarnings(
-        "ignore:.torch.jit.script. is deprecated"
-    ),  # torch's own, where it differentiates forward
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
 
 
 class HookedNet(Net):
