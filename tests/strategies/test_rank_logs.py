@@ -345,3 +345,27 @@ def test_after_a_validation_the_bar_shows_the_last_global_batch() -> None:
     """It kept rank 0's own value, although `sync_dist=True` asked for the batch's."""
     expected = _bar_of(SingleDeviceStrategy(), 1)
     assert run_ranks(_bar_of_uneven_ranks, 2)[0] == pytest.approx(expected, rel=1e-10)
+
+
+class Counts(Net):
+    """Trains a loss that parts of a batch don't make, and counts what it tests."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0]) - batch[1]).square().median()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("num", float(len(batch[0])), reduce_fx="sum")
+
+
+def _counted() -> list[float]:
+    trainer, loader = quiet_trainer(DDPStrategy(batch_size_is="global"), 2, max_epochs=1), DataLoader(Numbered(9), 4)
+    module, found = Counts(), list[float]()
+    for _ in range(2):
+        found += [values["num"] for values in trainer.test(module, loader, verbose=False)]
+        trainer.fit(module, loader)
+    return found
+
+
+def test_a_run_whose_batches_are_whole_logs_sums_once_after_a_run_in_parts() -> None:
+    """Cause: results kept from the first run whether ranks share batches, and counted each rank's whole sum: 18."""
+    assert run_ranks(_counted, 2) == [[9.0, 9.0], [9.0, 9.0]]

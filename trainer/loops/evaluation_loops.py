@@ -176,6 +176,7 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     def reset(self) -> None:
         super().reset()
         self._to_store = 0
+        vars(self._results).pop("ranks", None)  # by now each may have whole batches
 
     @override
     @only_loaders_end
