@@ -26,6 +26,7 @@ from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.callbacks.start_up import batch_line
+from evener.trainer.checkpoint._data_worker import start_workers
 from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.run import Parts, fit, write_predictions
 
@@ -134,6 +135,18 @@ class Collecting(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         gc.collect()
         return index
+
+
+def test_workers_of_an_iterator_that_is_garbage_end_in_order() -> None:
+    # Ranks that have lost one leave it in a cycle. The collector ended its queues first: their pipes were closed twice
+    # (QueueFeederThread: Bad file descriptor), and the rank waited 5 s for each worker before it killed that.
+    own: Any = DataLoader(range(1), num_workers=2, multiprocessing_context="fork")
+    iterator = start_workers(own, own._get_iterator)
+    assert int(next(iterator)) == 0
+    workers, iterator.cycle = iterator._workers, iterator
+    del iterator
+    gc.collect()
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 _forks_that_hang = mmap.mmap(-1, 1)

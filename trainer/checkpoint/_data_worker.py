@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,8 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
             gc.enable()
     for process in getattr(iterator, "_workers", ()):
         process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
+    if workers := getattr(iterator, "_workers", None):  # whole until its end: garbage is collected in any order
+        weakref.finalize(iterator, id, (workers, iterator._index_queues)).atexit = False
     return iterator
 
 
