@@ -125,7 +125,8 @@ class RankGroup:
         self._stopping = self.coordinator.stopping
         if not dist.is_initialized():
             if self.survivor is not None:
-                self.survivor.keep_connections()
+                with self.survivor.keeping_connections():
+                    pass
             self._form(environment, backend, "group", self.coordinator.root_store)
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
@@ -157,8 +158,8 @@ class RankGroup:
         RANK_FAILED.clear()
         keep_store(before, (environment.global_rank(), environment.world_size()))
         if self.survivor is not None and self.survivor.is_new:
-            base_store(environment, self.timeout_s)
-            self.survivor.keep_connections()
+            with self.survivor.keeping_connections():  # or the next death, which may be known, breaks it for good
+                base_store(environment, self.timeout_s)
         count_steps, name = coordinator.heartbeat.count_steps, f"/group/{number}"
         self.coordinator = RankCoordinator(environment, self.timeout_s, 1, self.devices, name)
         self.coordinator.heartbeat.count_steps = count_steps

@@ -21,8 +21,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -276,9 +276,11 @@ class Survivor:
                         _cut(sockets().difference(self._kept))
                 time.sleep(0.02)
 
-    def keep_connections(self) -> None:
-        """Cut none of the connections that there are now where a rank is lost; those of a group come later."""
+    @contextmanager
+    def keeping_connections(self) -> Generator[None]:
+        """Cut none of the connections that are there at the end of the block where a rank is lost, nor in the block."""
         with self._lock:
+            yield
             self._kept = sockets()
 
     def arm(self, is_armed: bool = True) -> None:
