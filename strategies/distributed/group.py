@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import pytorch_lightning as pl
@@ -125,8 +126,7 @@ class RankGroup:
         self._stopping = self.coordinator.stopping
         if not dist.is_initialized():
             if self.survivor is not None:
-                with self.survivor.keeping_connections():
-                    pass
+                self.survivor.keep_connections()
             self._form(environment, backend, "group", self.coordinator.root_store)
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
@@ -158,8 +158,8 @@ class RankGroup:
         RANK_FAILED.clear()
         keep_store(before, (environment.global_rank(), environment.world_size()))
         if self.survivor is not None and self.survivor.is_new:
-            with self.survivor.keeping_connections():  # or the next death, which may be known, breaks it for good
-                base_store(environment, self.timeout_s)
+            # uncut meanwhile: the next death, which may be known already, would break it for good
+            self.survivor.keep_connections(partial(base_store, environment, self.timeout_s))
         count_steps, name = coordinator.heartbeat.count_steps, f"/group/{number}"
         self.coordinator = RankCoordinator(environment, self.timeout_s, 1, self.devices, name)
         self.coordinator.heartbeat.count_steps = count_steps

@@ -21,8 +21,8 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -276,11 +276,10 @@ class Survivor:
                         _cut(sockets().difference(self._kept))
                 time.sleep(0.02)
 
-    @contextmanager
-    def keeping_connections(self) -> Generator[None]:
-        """Cut none of the connections that are there at the end of the block where a rank is lost, nor in the block."""
+    def keep_connections(self, connect: Callable[[], object] = lambda: None) -> None:
+        """Connect, and cut none of the connections that there are then where a rank is lost; a group's come later."""
         with self._lock:
-            yield
+            connect()
             self._kept = sockets()
 
     def arm(self, is_armed: bool = True) -> None:
