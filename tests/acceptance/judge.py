@@ -327,7 +327,7 @@ class Judge:
 
     def __init__(self, accelerator: str = "cpu") -> None:
         if accelerator == "late":
-            late_device.library()  # built before processes wait for it
+            late_device.build()  # built before processes wait for it
         self.accelerator = accelerator
         self.groups = {size: Ranks(size, accelerator == "cuda") for size in {plan.ranks for plan in PLANS.values()}}
         self.references: dict[tuple[str, bool, bool], Seen] = {}

@@ -89,7 +89,7 @@ def movable(case: Case) -> Case:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ON_LATE_DEVICES)
 def test_a_drawn_training_on_late_devices_equals_one_cpu_or_is_refused(kind: str) -> None:
-    late_device.library()
+    late_device.build()
     hunt = Hunt(Pool(observe_on_late_devices))
 
     @seed(3)

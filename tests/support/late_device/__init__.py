@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
+from torch.utils.cpp_extension import library_paths
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -38,7 +39,7 @@ needs_late_device = pytest.mark.skipif(COMPILER is None, reason="the late device
 
 
 @functools.cache
-def library() -> Path:
+def build() -> Path:
     """Build the device for this torch, unless that was done before; takes half a minute of one core."""
     sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
     content = (
@@ -57,7 +58,7 @@ def library() -> Path:
 
 def _compile(built: Path) -> None:
     includes = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
-    libraries = cpp_extension.library_paths()
+    libraries = library_paths()
     words = [
         str(COMPILER), "-O1", "-g0", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DLATE_MODULE=late_device_ext",
@@ -82,7 +83,7 @@ def extension() -> Any:
 def load(num_devices: int = 4) -> None:
     """Make the devices exist in this process; what loads the library twice is refused by torch."""
     global _loaded
-    spec = importlib.util.spec_from_file_location("late_device_ext", library())
+    spec = importlib.util.spec_from_file_location("late_device_ext", build())
     assert spec is not None
     assert spec.loader is not None
     _loaded = importlib.util.module_from_spec(spec)
@@ -237,13 +238,13 @@ def traced() -> Generator[Callable[[], list[tuple[int, int, str, float, float]]]
 
 def run(function: Callable[..., Any], *args: Any, num_devices: int = 4, timeout_s: float = 100.0) -> Any:
     """Run `function(*args)` in a process of its own, where the devices exist."""
-    library()
+    build()
     return distributed.run_script(_loaded_and, num_devices, function, *args, timeout_s=timeout_s)
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, num_devices: int = 6) -> list[Any]:
     """Run `function(*args)` on ranks, as `distributed.run_ranks`, where the devices exist."""
-    library()
+    build()
     return distributed.run_ranks(_loaded_and, num_ranks, num_devices, function, *args, timeout_s=100.0)
 
 
