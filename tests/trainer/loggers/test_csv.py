@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import warm_python
+from failing import Failing
 from launching import running
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
@@ -69,22 +70,12 @@ def test_an_elastic_restart_loses_and_repeats_no_row(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in rows_of(tmp_path) if "val/loss" in row] == list(range(64))
 
 
-class Fails(pl.LightningModule):
-    """Logs a step number of its own, and fails at a step."""
-
-    def __init__(self, at: int | None = None) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.at = at
+class Fails(Failing):
+    """Logs a step number of its own, too."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == self.at:
-            raise KeyError("enough")
-        self.log_dict({"index": float(self.trainer.global_step), "step": 1000.0})
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.log("step", 1000.0)
+        return super().training_step(batch, batch_idx)
 
 
 def train(folder: Path, at: int | None = None, resume: bool = False, **options: Any) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from failing import Failing
 from pytorch_lightning.loggers import TensorBoardLogger as LightningsLogger
 from seen import raw_points
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,25 +16,11 @@ from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.loggers import TensorBoardLogger
 
 
-class Fails(pl.LightningModule):
-    """Logs its step's number, and fails at a step."""
-
-    def __init__(self, at: int | None = None) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.at = at
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.trainer.global_step == self.at:
-            raise KeyError("enough")
-        self.log("index", float(self.trainer.global_step))
-        return self.layer(batch[0]).square().mean()
+class Fails(Failing):
+    """Logs in a test, too."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("tested", 1.0)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 LOADER = DataLoader(TensorDataset(torch.ones(8, 1)), 1)
