@@ -210,14 +210,16 @@ def plan_error(devices: list[str]) -> str:
     """The memory that `mode=plan` computes is near the measured peak."""
     from evener.trainer.cli.train import prepare
     from evener.trainer.plan.plan import plan_memory
-    from evener.trainer.study.compare import short_config
+    from evener.trainer.study.compare import trial_config
     from evener.trainer.study.trial import run_trial
 
     with tempfile.TemporaryDirectory() as folder:
         words = ["experiment=char_lm", "strategy=single_device", "accelerator=cuda", "devices=1", f"run_dir={folder}"]
         cfg = prepare(compose(words))
         planned = plan_memory(cfg)
-        measured = run_trial(short_config(cfg, Path(folder) / "measured"), planned.strategy, cfg.compare.timeout_s)
+        measured = run_trial(
+            trial_config(cfg, planned.strategy, Path(folder) / "measured"), planned.strategy, cfg.compare.timeout_s
+        )
     assert measured.peak_memory_mib, f"the peak could not be measured: {measured.reason}"
     error = planned.peak / (measured.peak_memory_mib[0] * 2**20) - 1
     assert abs(error) < 0.25, f"planned / measured - 1 is {error:+.0%}"

@@ -33,46 +33,38 @@ class Interrupted(SystemExit):
 
 
 @contextmanager
-def stops_at_once() -> Generator[None]:
-    """End a process by the first signal that asks it to stop, as long as it has nothing to save.
-
-    Raises:
-        Interrupted: there was one.
-    """
-
-    def stop(answer: Answer, signum: int, _: FrameType | None) -> None:
-        if answer == "first":
-            raise Interrupted(signum, begun=False)
-
-    with handled(stop):
-        yield
-
-
-@contextmanager
-def graceful_stop(trainer: pl.Trainer) -> Generator[None]:
+def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
     """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
 
     Whoever started several processes ends them at once where that is asked for; a single one does it here.
+
+    Args:
+        trainer: what trains; without one the process has nothing to save, and the first signal ends it at once.
 
     Raises:
         Interrupted: the run was stopped by a signal, to this process or to another rank.
     """
 
     def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
-        if answer == "at once" and trainer.world_size == 1:
-            raise Interrupted(signum)
         if answer == "first":
-            # before the loop that would save and stop has begun, nothing is lost by ending at once
-            by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
-            if frame is None or trainer.state.fn != "fit" or not getattr(trainer.fit_loop, "takes_steps", by_step):
-                raise Interrupted(signum, begun=trainer.global_step > 0)
+            if frame is None or trainer is None or not saves(trainer):  # nothing is lost by ending at once
+                raise Interrupted(signum, begun=trainer is not None and trainer.global_step > 0)
             trainer._signal_connector._sigterm_notifier_fn(signum, frame)
+        elif answer == "at once" and trainer is not None and trainer.world_size == 1:
+            raise Interrupted(signum)
 
     with handled(stop) as requests:
         try:
             yield
         except SIGTERMException as exc:
-            raise Interrupted(requests.signum or stop_signal_of(trainer.strategy) or signal.SIGTERM) from exc
+            told = None if trainer is None else stop_signal_of(trainer.strategy)
+            raise Interrupted(requests.signum or told or signal.SIGTERM) from exc
+
+
+def saves(trainer: pl.Trainer) -> bool:
+    """Whether the loop that would save and stop has begun."""
+    by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
+    return trainer.state.fn == "fit" and bool(getattr(trainer.fit_loop, "takes_steps", by_step))
 
 
 def tell_stop(exc: BaseException) -> None:

@@ -30,7 +30,7 @@ from ...strategies.distributed.store import leave_store
 from ...strategies.distributed.survivors import Board, Survivor
 from ..job.result import Result, WorkerError
 from ..job.run import Run
-from ..job.signals import Interrupted, stops_at_once
+from ..job.signals import Interrupted, graceful_stop
 
 ENDED_FILE = "ended{}"
 """The file of an attempt that is there once a rank has ended in order, and has told why."""
@@ -94,7 +94,7 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
     """
     rank = int(os.environ["RANK"])
     tells = True
-    with stops_at_once():
+    with graceful_stop():
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
             leave_in_time(cfg.launcher.shutdown_timeout_s)

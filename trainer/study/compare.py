@@ -1,6 +1,7 @@
 """Train a few steps with every strategy on the user's module and data, and recommend one (`mode=compare`)."""
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..config.nearest import did_you_mean
 from ..job import summary
 from ..job.log_file import run_log
 from ..job.result import short_path, write_json
-from .trial import DRAWS, OK, WINDOW, Probe, Trial, run_trial
+from .trial import OK, WINDOW, Probe, Trial, run_trial
 
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
@@ -61,32 +62,26 @@ def tolerance_of(precision: str) -> float:
 
 
 def judge(trials: list[Trial], tolerance: float, device_mib: float | None = None) -> Comparison:
-    """Compare losses, which count as equal within the tolerance, and recommend a strategy."""
+    """Compare losses, which count as equal within the tolerance, and recommend a strategy.
+
+    Those of the global view have no excuse: it trains as one device does.
+    """
     trained = [trial for trial in trials if trial.status == OK]
     differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
-    excuses = {trial.strategy: excuses_of(trial, trained[0]) for trial in trained}
+    without = [*trained[:1], *(trial for trial in trained if trial.strategy in VARIANTS)]
+    excuses = {trial.strategy: [] if trial in without else trial.excuses for trial in trained}
     sound = [t for t in trained if differences[t.strategy] <= tolerance or excuses[t.strategy]]
-    recommended, reason = recommend(sound, device_mib)
     name = trained[0].strategy if trained else None
-    return Comparison(trials, name, differences, tolerance, excuses, recommended, reason)
+    return Comparison(trials, name, differences, tolerance, excuses, *recommend(sound, device_mib))
 
 
 def largest_difference(trial: Trial, reference: Trial) -> float:
     """The largest difference between the losses of two trials, relative to the reference's largest loss."""
     if len(trial.losses) != len(reference.losses):
-        return float("inf")
-    scale = max((abs(loss) for loss in reference.losses), default=1.0) or 1.0
-    pairs = zip(trial.losses, reference.losses, strict=True)
-    differences = [abs(a - b) / scale for a, b in pairs]
-    # comparisons with nan are false: a nan loss must not count as equal
-    return max((d if d == d else float("inf") for d in differences), default=0.0)
-
-
-def excuses_of(trial: Trial, reference: Trial) -> list[str]:
-    """List known reasons for which a strategy's losses may differ from the reference's (the exceptions of law 1)."""
-    if trial is reference or trial.strategy in VARIANTS:  # the global view has none
-        return []
-    return [*trial.excuses, *(reason for reason in reference.excuses if reason == DRAWS and DRAWS not in trial.excuses)]
+        return math.inf
+    scale = max(map(abs, reference.losses), default=1.0) or 1.0
+    differences = [abs(a - b) / scale for a, b in zip(trial.losses, reference.losses, strict=True)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None, str]:
@@ -113,26 +108,26 @@ def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None
     overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
     doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
     if best.strategy == REFERENCE:
-        reason = f"more devices are not faster at this batch size: it is {ratio} the next, {second.strategy}"
+        merit = f"more devices are not faster at this batch size: it is {ratio} the next,"
     else:
-        reason = f"it is the fastest of {len(fitting)} that train alike, {ratio} {second.strategy}"
-    return best.strategy, reason + doubt
+        merit = f"it is the fastest of {len(fitting)} that train alike, {ratio}"
+    return best.strategy, f"{merit} {second.strategy}{doubt}"
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
     """Print the table of what trained, the strategies that did not train and why, and the recommendation."""
-    table, first = None, 0.0
-    for trial in (trial for trial in comparison.trials if trial.status == OK):
-        if table is None:
-            title = f"compare: global batch {trial.global_batch} samples, {len(trial.losses)} steps"
-            headings = ("strategy", "processes", "samples/s", f"× {trial.strategy}", "peak MiB", "losses")
-            table, first = summary.new_table(title, headings, text=("strategy", "losses")), trial.samples_per_s
-        ratio = f"{trial.samples_per_s / first:.2f}" if first else ""
-        name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
-        speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
-        table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
-    told = [*reasons(comparison), *notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"]
-    summary.show(table, told)
+    table, trained = None, [trial for trial in comparison.trials if trial.status == OK]
+    if trained:
+        first = trained[0]
+        title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
+        headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
+        table = summary.new_table(title, headings, text=("strategy", "losses"))
+        for trial in trained:
+            ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+            name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
+            speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
+            table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
+    summary.show(table, [*notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"])
 
 
 def memory(trial: Trial) -> str:
@@ -156,23 +151,18 @@ def verdict(comparison: Comparison, trial: Trial) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Explain differing losses."""
+    """Explain why strategies did not train, and why losses differ."""
     unknown, limit = "the cause is unknown, so it is not recommended; please report it", comparison.tolerance
-    found = [
+    differing = [
         f"{name}: losses differ by {difference:.1e} (allowed: {limit:.0e}): "
         f"{'; '.join(comparison.excuses[name]) or unknown}."
         for name, difference in comparison.differences.items()
         if difference > limit
     ]
     named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
-    if named and not found:
-        found.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
-    return found
-
-
-def reasons(comparison: Comparison) -> list[str]:
-    """Explain why strategies did not train."""
-    return [f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK]
+    if named and not differing:
+        differing.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
+    return [*(f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK), *differing]
 
 
 def recommendation(comparison: Comparison) -> str:
@@ -239,34 +229,26 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """The configuration of a short trial of one strategy; the loader's batch is the global one for all."""
-    trial = short_config(cfg, folder)
-    trial.strategy = strategy_options(cfg, name)
-    if name == REFERENCE:
-        devices = plain(cfg.devices)
-        trial.devices = trial.trainer.devices = devices[:1] if isinstance(devices, list) else 1
-    return trial
-
-
-def short_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """The configuration of a few measured steps, which write to a folder.
+    """The configuration of a few measured steps with one strategy, which write to a folder.
 
     It has the same module, data, devices, precision, accumulation and clipping, a probe as its only callback, and
-    neither logger nor checkpoints.
+    neither logger nor checkpoints. The loader's batch is the global one for all strategies.
     """
-    short = cfg.copy()
-    with open_dict(short):
-        short.mode, short.resume, short.run_dir = "fit", None, str(folder)
-        short.seed = 0 if cfg.seed is None else cfg.seed  # all trials start with the same weights
-        short.logger = short.checkpoint = None
-        short.test_after_fit = False
-        probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
-        short.callbacks = {"probe": {**probe, "warmup_steps": cfg.compare.warmup_steps}}
-        steps = {"max_steps": cfg.compare.steps, "max_epochs": -1, "fast_dev_run": False, "log_every_n_steps": 10**9}
-        short.trainer = {**plain(cfg.trainer), **QUIET, **steps, "default_root_dir": str(folder)}
-        if short.get("launcher"):
-            short.launcher.max_restarts = 0
-    return short
+    probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
+    steps = {"max_steps": cfg.compare.steps, "max_epochs": -1, "fast_dev_run": False, "log_every_n_steps": 10**9}
+    changes: dict[str, Any] = {
+        "mode": "fit", "resume": None, "run_dir": str(folder), "logger": None, "checkpoint": None,
+        "seed": 0 if cfg.seed is None else cfg.seed,  # all trials start with the same weights
+        "test_after_fit": False, "strategy": strategy_options(cfg, name),
+        "callbacks": {"probe": {**probe, "warmup_steps": cfg.compare.warmup_steps}},
+        "trainer": {**plain(cfg.trainer), **QUIET, **steps, "default_root_dir": str(folder)},
+    }  # fmt: skip
+    if name == REFERENCE:
+        devices = plain(cfg.devices)
+        changes["devices"] = changes["trainer"]["devices"] = devices[:1] if isinstance(devices, list) else 1
+    if cfg.get("launcher"):
+        changes["launcher"] = {**plain(cfg.launcher), "max_restarts": 0}
+    return OmegaConf.create({**cfg, **changes})
 
 
 def strategy_options(cfg: DictConfig, name: str) -> DictConfig:

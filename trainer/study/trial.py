@@ -52,12 +52,11 @@ class Probe(pl.Callback):
 
     def __init__(self, folder: str, warmup_steps: int) -> None:
         self._file = Path(folder) / PROBE_FILE
-        self._warmup = warmup_steps
+        self._warmup, self._num_batches = warmup_steps, 0
         self._losses: list[tuple[Tensor, Any]] = []
         self._excuses: list[str] = []
         self._rates: list[float] = []
-        self._num_batches = 0
-        self._streams: list[Tensor] | None = None
+        self._streams: list[Tensor] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -66,17 +65,15 @@ class Probe(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._streams is None:
-            self._streams = random_streams(process_devices(trainer.strategy))
+        if self._num_batches == 0:
+            self._streams = random_streams(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._streams:
-            streams = zip(self._streams, random_streams(process_devices(trainer.strategy)), strict=True)
-            self._excuses += [] if all(torch.equal(before, after) for before, after in streams) else [DRAWS]
-            self._streams = []
+        if self._num_batches == 0 and not all(map(torch.equal, self._streams, random_streams(trainer))):
+            self._excuses.append(DRAWS)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append((loss.detach().clone(), loss_weight(outputs, batch)))
@@ -112,9 +109,10 @@ def is_synced(module: nn.Module) -> bool:
     return isinstance(module, (nn.SyncBatchNorm, SyncedBatchNorm))
 
 
-def random_streams(devices: list[torch.device]) -> list[Tensor]:
-    """The states of torch's random streams that a step on these devices may draw from."""
-    return [generator_state(device) for device in dict.fromkeys([torch.device("cpu"), *devices])]
+def random_streams(trainer: pl.Trainer) -> list[Tensor]:
+    """The states of torch's random streams that a step of this process may draw from."""
+    devices = dict.fromkeys([torch.device("cpu"), *process_devices(trainer.strategy)])
+    return [generator_state(device) for device in devices]
 
 
 OUTPUT_FILE = "output.log"
@@ -159,19 +157,15 @@ class Trial:
             result = Result.read(folder)
         except FileNotFoundError:
             return cls(strategy, FAILED, f"{ended}; see {folder / OUTPUT_FILE}")
+        if result.status == FAILED and result.refused:
+            return cls(strategy, REFUSED, str(result.reason))
         if result.status == FAILED:
-            if result.refused:
-                return cls(strategy, REFUSED, str(result.reason))
             return cls(strategy, FAILED, f"{result.reason}; see {folder / OUTPUT_FILE}")
         if result.global_batch is None:
             return cls(strategy, FAILED, "it ran no training step")
-        return cls(
-            strategy,
-            global_batch=result.global_batch,
-            peak_memory_mib=result.peak_memory_mib,
-            num_processes=result.num_processes,
-            **json.loads((folder / PROBE_FILE).read_text(encoding="utf-8")),
-        )
+        of_run = {"global_batch": result.global_batch, "num_processes": result.num_processes}
+        measured = json.loads((folder / PROBE_FILE).read_text(encoding="utf-8"))
+        return cls(strategy, peak_memory_mib=result.peak_memory_mib, **of_run, **measured)
 
 
 def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:

@@ -157,7 +157,7 @@ def test_a_refusal_is_told_by_its_sentence(tmp_path: Path) -> None:
     trial = tried(tmp_path, "dp", module="Refused")
     assert trial.status == REFUSED
     assert "training_step returned a loss of shape (2,)" in trial.reason
-    assert compare.reasons(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
+    assert compare.notes(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
 
 
 def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
