@@ -73,8 +73,7 @@ def run_job(cfg: DictConfig, only_check: bool = False, in_sweep: bool = False) -
     if alone:
         from ..study.search import Search
 
-        home = cfg.run_dir if inside_hydra(cfg) else default_run_dir(cfg)
-        return Search(cfg, Path(home).absolute()).execute(train)
+        return Search(cfg, Path(with_run_dir(cfg).run_dir).absolute()).execute(train)
     if OmegaConf.select(cfg, "extras.print_config"):
         sys.stdout.write(OmegaConf.to_yaml(cfg, resolve=True))
     result = train(cfg)
@@ -141,10 +140,11 @@ def prepare(cfg: DictConfig) -> DictConfig:
         ConfigError: the first mistake found, or a run directory that can't be written.
     """
     cfg = check(cfg)
-    cfg.run_dir = str(Path(cfg.run_dir).absolute())
+    folder = Path(cfg.run_dir).absolute()
+    cfg.run_dir = str(folder)
     try:
-        Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
-        (Path(cfg.run_dir) / "train.log").touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.log").touch()
         cfg.run_dir.encode()
     except UnicodeEncodeError as exc:
         raise ConfigError(
@@ -167,10 +167,7 @@ def check(cfg: DictConfig) -> DictConfig:
     Raises:
         ConfigError: the first mistake found.
     """
-    cfg = cfg.copy()
-    if not inside_hydra(cfg):
-        with open_dict(cfg):
-            cfg.run_dir = str(default_run_dir(cfg))
+    cfg = with_run_dir(cfg)
     for key in ("name", "log_dir"):
         if type(cfg[key]) is int:  # name=7
             cfg[key] = str(cfg[key])
@@ -189,18 +186,16 @@ def check(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def inside_hydra(cfg: DictConfig) -> bool:
-    """Whether `run_dir` resolves: it defaults to Hydra's output directory."""
-    try:
-        return cfg.run_dir is not None
-    except OmegaConfBaseException:
-        return False
-
-
-def default_run_dir(cfg: DictConfig) -> Path:
-    """The run directory for a configuration composed outside Hydra's main, with the layout of `conf/hydra`."""
+def with_run_dir(cfg: DictConfig) -> DictConfig:
+    """Return a copy that has a run directory outside Hydra's main, too, with the layout of `conf/hydra`."""
+    cfg = cfg.copy()
+    with suppress(OmegaConfBaseException):  # it defaults to Hydra's output directory
+        if cfg.run_dir is not None:
+            return cfg
     folder = Path(str(cfg.log_dir)) / str(cfg.name) / strategy_name(cfg)
-    return folder / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+    with open_dict(cfg):
+        cfg.run_dir = str(folder / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f"))
+    return cfg
 
 
 def compose(

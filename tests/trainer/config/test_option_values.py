@@ -16,7 +16,7 @@ from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
-from evener.trainer.cli.train import compose, default_run_dir, prepare, train
+from evener.trainer.cli.train import compose, prepare, train, with_run_dir
 from evener.trainer.config.checks import annotations, verify_options
 from evener.trainer.config.plain_values import ROOT
 from evener.trainer.job.log_file import error_sentence
@@ -203,7 +203,7 @@ def test_what_python_passes_by_mistake_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "balanced_dp", "single_device", "fsdp"])
 def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
-    assert default_run_dir(compose([f"strategy={name}", "name=n"])).parts[:3] == ("logs", "n", name)
+    assert Path(with_run_dir(compose([f"strategy={name}", "name=n"])).run_dir).parts[:3] == ("logs", "n", name)
 
 
 def test_a_full_disk_is_one_sentence() -> None:
