@@ -253,6 +253,7 @@ def imported(key: str, target: str, kind: type = object, expected: str = "a clas
         ) from exc
     if not rest:
         return found
+    verify_not_gone(target)
     has = [n for n, value in vars(found).items() if is_class(value) and issubclass(value, kind)]
     has = [n for n in has if vars(found)[n].__module__.startswith(found.__name__)]
     has += [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
@@ -277,8 +278,7 @@ def verify_nested(key: str, options: Any) -> None:
         verify_nested(f"{key}.{name}" if key else str(name), child)
     if not isinstance(options, dict) or "_target_" not in options:
         return
-    verify_not_gone(target := str(options["_target_"]))
-    found = imported(key, target)
+    found = imported(key, target := str(options["_target_"]))
     if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
             f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "

@@ -1,7 +1,5 @@
 """Instantiate the objects of config groups."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
 import hydra.utils
@@ -20,31 +18,18 @@ QUIET: dict[str, Any] = {
 """The trainer's options for steps that are not the run's own."""
 
 
-def constructor(key: str, options: Any) -> Callable[..., Any]:
-    """Return the class of one config group with its arguments.
-
-    Raises:
-        ConfigError: objects within the options raised TypeError, ValueError, or one of Lightning's or our own errors.
-    """
-    with refusals_named(key, options):
-        return hydra.utils.instantiate(options, _convert_="all", _partial_=True)
-
-
-def instantiate(key: str, options: Any) -> Any:
+def instantiate(key: str, options: Any, **more: Any) -> Any:
     """Instantiate the object of one config group from `_target_` and its arguments.
 
+    Args:
+        **more: further arguments, which replace those of the same name.
+
     Raises:
-        ConfigError: the constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
+        ConfigError: the constructor, or that of an object within the options, raised TypeError, ValueError, or one of
+            Lightning's or our own errors.
     """
-    with refusals_named(key, options):
-        return constructor(key, options)()
-
-
-@contextmanager
-def refusals_named(key: str, options: Any) -> Generator[None]:
-    """Have errors by which a constructor refuses its arguments tell the config group."""
     try:
-        yield
+        return hydra.utils.instantiate(options, _convert_="all", _partial_=True)(**more)
     except (InstantiationException, TypeError, ValueError, MisconfigurationException) as exc:
         cause = exc.__cause__ or exc if isinstance(exc, InstantiationException) else exc
         if isinstance(cause, (TypeError, ValueError, MisconfigurationException)) and not isinstance(cause, ConfigError):
@@ -64,6 +49,6 @@ def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: 
         strategy: None for the configured one.
         **options: replace the configured ones.
     """
-    make = constructor("trainer", cfg.trainer)
-    fixed = {**QUIET, "logger": False, "enable_checkpointing": False}
-    return make(strategy=strategy or instantiate("strategy", cfg.strategy), **{**fixed, **options})
+    strategy = strategy or instantiate("strategy", cfg.strategy)
+    fixed = {**QUIET, "logger": False, "enable_checkpointing": False, "strategy": strategy}
+    return instantiate("trainer", cfg.trainer, **{**fixed, **options})

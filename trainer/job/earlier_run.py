@@ -104,7 +104,7 @@ def _module_of(checkpoint: Path) -> DictConfig | None:
 
 
 @contextmanager
-def weights_that_fit(cfg: DictConfig, checkpoint: str | None) -> Generator[None]:
+def weights_that_fit(cfg: DictConfig, checkpoint: str) -> Generator[None]:
     """Explain, inside the block, that a checkpoint has other weights than the module.
 
     Raises:
@@ -113,7 +113,7 @@ def weights_that_fit(cfg: DictConfig, checkpoint: str | None) -> Generator[None]
     try:
         yield
     except RuntimeError as exc:
-        if checkpoint is None or "loading state_dict for" not in str(exc):
+        if "loading state_dict for" not in str(exc):
             raise
         raise ConfigError(
             f"resume={checkpoint} does not fit the module: {_difference(str(exc))}.{_other_options(cfg, checkpoint)}"

@@ -203,33 +203,28 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
     return f"{text}\n({left_out} frames of libraries are left out; {rest}.)" if left_out else text
 
 
-def report(failed: Result) -> bool:
+def report(failed: Result, was_killed: bool = False) -> bool:
     """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+
+    Args:
+        was_killed: whether the rank could not report it itself; it is the reason of those that others have reported.
 
     Returns:
         Whether this is the first failure; mostly it is the reason of the others.
     """
     is_first, first = True, None
     with suppress(OSError):  # a full disk must not hide the reason
-        is_first = failed.write_first()
-        first = None if is_first else Result.of_failure(failed.run_dir)
-    if is_first:
-        whole = failed.trace.rstrip()
-        _log(failed, f"failed: {failed.told}" + (f"\n\n{whole}" if whole not in ("", failed.frames) else ""))
-    elif first is None or first.reason != failed.reason:
-        _log(failed, f"failed too: {failed.told}")
+        if was_killed:
+            failed.write()
+        elif not failed.write_first():
+            is_first, first = False, Result.of_failure(failed.run_dir)
+    told, whole = failed.told, failed.trace.rstrip()
+    if is_first and whole not in ("", failed.frames):
+        told = f"{told}\n\n{whole}"
+    if first is None or first.reason != failed.reason:
+        text = f"rank {failed.failed_rank} failed{'' if is_first else ' too'}: {told}"
+        record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
+        # the log's own handlers write on rank 0 only
+        with suppress(OSError), (Path(failed.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
+            file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
     return is_first
-
-
-def report_killed(failed: Result) -> None:
-    """Write the failure of a rank that could not report it, which is the reason of those that others have reported."""
-    with suppress(OSError):
-        failed.write()
-    _log(failed, f"failed: {failed.reason}")
-
-
-def _log(failed: Result, text: str) -> None:
-    """Append to the run's log, which handlers of rank 0 only write to."""
-    told = {"name": __name__, "levelname": "ERROR", "msg": f"rank {failed.failed_rank} {text}"}
-    with suppress(OSError), (Path(failed.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
-        file.write(f"{logging.Formatter(FORMAT).format(logging.makeLogRecord(told))}\n")

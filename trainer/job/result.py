@@ -116,8 +116,7 @@ class Result:
     def write_first(self) -> bool:
         """Write `result.json`, unless another rank has; return whether this one did."""
         try:
-            with (Path(self.run_dir) / RESULT_FILE).open("x", encoding="utf-8") as file:
-                file.write(_json(self))
+            write_json(self, Path(self.run_dir) / RESULT_FILE, "x")
         except FileExistsError:
             return False
         return True
@@ -150,13 +149,10 @@ def discard_result(run_dir: str | Path) -> None:
     (Path(run_dir) / RESULT_FILE).unlink(missing_ok=True)
 
 
-def write_json(outcome: Any, path: Path) -> None:
-    """Write a dataclass as JSON."""
-    path.write_text(_json(outcome), encoding="utf-8")
-
-
-def _json(outcome: Any) -> str:
-    return json.dumps(asdict(outcome), indent=2) + "\n"
+def write_json(outcome: Any, path: Path, mode: str = "w") -> None:
+    """Write a dataclass as JSON; `mode` is that of `open`."""
+    with path.open(mode, encoding="utf-8") as file:
+        file.write(json.dumps(asdict(outcome), indent=2) + "\n")
 
 
 def short_path(path: str | None) -> str:

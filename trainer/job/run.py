@@ -3,6 +3,7 @@
 import os
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelSummary, ProgressBar
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.console import Console
@@ -28,7 +29,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries
-from ..config.instantiate import constructor, instantiate, module_and_data
+from ..config.instantiate import instantiate, module_and_data
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
@@ -110,7 +111,7 @@ def run(cfg: DictConfig) -> Result:
     parts = build(cfg)
     started_in = environment(node_devices(parts.trainer.strategy)) if parts.trainer.is_global_zero else {}
     log_config(parts.trainer, cfg)
-    with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint):
+    with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint) if checkpoint else nullcontext():
         metrics, predictions = work(parts, cfg, checkpoint)
     result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint, environment=started_in)
     if parts.trainer.is_global_zero:
@@ -174,15 +175,12 @@ def build(cfg: DictConfig) -> Parts:
     console = Console()
     draws = console.is_terminal or console.is_jupyter  # otherwise nothing can draw a progress bar
     useless = (*(() if draws else (ProgressBar,)), *(() if loggers else (LearningRateMonitor,)))  # which refuses
-    fixed = {"enable_model_summary": False, **({} if draws else {"enable_progress_bar": False})}
-    make_trainer = constructor("trainer", options)
-    try:
-        trainer: pl.Trainer = make_trainer(
-            strategy=strategy, logger=loggers or False, enable_checkpointing=bool(cfg.get("checkpoint")),
-            callbacks=[one for one in callbacks if not isinstance(one, useless)], **fixed,
-        )  # fmt: skip
-    except (TypeError, ValueError, MisconfigurationException) as exc:
-        raise exc if isinstance(exc, ConfigError) else ConfigError(f"trainer: {exc}") from exc
+    trainer = instantiate(
+        "trainer", options, strategy=strategy, logger=loggers or False,
+        enable_checkpointing=bool(cfg.get("checkpoint")), enable_model_summary=False,
+        callbacks=[one for one in callbacks if not isinstance(one, useless)],
+        **({} if draws else {"enable_progress_bar": False}),
+    )  # fmt: skip
     return Parts(trainer, module, data, summary)
 
 

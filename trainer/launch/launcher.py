@@ -24,7 +24,7 @@ from ...strategies.distributed.processes import AdoptedProcess, Process, RankPro
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
-from ..job.log_file import failure, report_killed, run_log
+from ..job.log_file import failure, report, run_log
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
 from ..job.signals import Interrupted, loss, tell_stop
@@ -305,7 +305,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
             "more seconds."
         )
-        report_killed(failure(cfg, 0, workers.num_processes, reason=reason, num_restarts=workers.attempt))
+        report(failure(cfg, 0, workers.num_processes, reason=reason, num_restarts=workers.attempt), was_killed=True)
         return WorkerError(reason)
     else:
         tell_stop(ended)
@@ -322,7 +322,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     if told is None or not workers.has_ended(rank):
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
         reason = f"{how} (process {process.pid})"
-        report_killed(failure(cfg, rank, workers.num_processes, reason=reason, num_restarts=workers.attempt))
+        report(failure(cfg, rank, workers.num_processes, reason=reason, num_restarts=workers.attempt), was_killed=True)
         return WorkerError(f"rank {rank} failed: {reason}", rank=rank)
     if told.refused:
         return ConfigError(told.told)

@@ -111,10 +111,8 @@ class SweepTable(Callback):
 
     @override
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        if OmegaConf.select(config, "hydra.mode") is not None and "MULTIRUN" in str(config.hydra.mode):
-            home = Path(config.hydra.sweep.dir)
-            if jobs := read_jobs(home):
-                write(home / FILE, jobs)
+        if (home := SweepTable.unfinished) is not None and (jobs := read_jobs(home)):
+            write(home / FILE, jobs)
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

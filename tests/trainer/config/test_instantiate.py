@@ -6,14 +6,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
-from evener.trainer.config.instantiate import constructor, instantiate
+from evener.trainer.config.instantiate import instantiate
 
 FRACTION = {"_target_": "fractions.Fraction", "numerator": 3, "denominator": 4}
 
 
 def test_a_constructor_can_be_given_further_arguments() -> None:
-    make = constructor("trainer", OmegaConf.create(FRACTION))
-    assert str(make(denominator=8)) == "3/8"
+    assert str(instantiate("trainer", OmegaConf.create(FRACTION), denominator=8)) == "3/8"
 
 
 @pytest.mark.parametrize("options", [{**FRACTION, "denominator": 0.5}, {**FRACTION, "more": 1}])

@@ -14,8 +14,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from evener.trainer import Result, compose, train
 from evener.trainer.loggers.hparams import in_order, without_repetition
 from evener.trainer.loggers.tensorboard import OUR_OWN
+from evener.trainer.profiler import Box, draw_stages, read_rows
 from evener.trainer.study.sweep import SweepTable, read_jobs
-from evener.trainer.timeline import Box, draw_stages, read_rows
 
 
 def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> SweepTable:
