@@ -178,22 +178,24 @@ class EvaluationLists:
         self._batch, self._num, self._has_begun = batch or (self._batch[0], number), num, True
 
     @contextmanager
-    def of_replicas(self, replicas: Sequence[Any], used: Sequence[int], sizes: Sequence[int]) -> Generator[None]:
+    def of_replicas(
+        self, replicas: Sequence[Sequence[nn.Module]], used: Sequence[int], sizes: Sequence[int]
+    ) -> Generator[None]:
         """Give each replica that runs a step of evaluation inside the block lists of its own.
 
         Args:
-            replicas: the root first.
+            replicas: the modules of each that have a `log`, the root's first.
             used: the replicas that have samples.
             sizes: their samples.
         """
         if self._gather is None:
             self.begin_batch(None, sum(sizes))
         while len(self._parts) < len(replicas):
-            held = _held_by_hooks(replicas[0])
+            held = _held_by_hooks(replicas[0][0])
             self._parts.append(PartLists([_own_lists(space, held) for space in self._parts[0].spaces]))
             self._parts[-1].begin()
-        before = {i: [dict(vars(part)) for part in lightning_modules(replicas[i])] for i in used if i}
-        pairs = {i: list(zip(self._parts[i].spaces, lightning_modules(replicas[i]), strict=True)) for i in before}
+        before = {i: [dict(vars(part)) for part in replicas[i]] for i in used if i}
+        pairs = {i: list(zip(self._parts[i].spaces, replicas[i], strict=True)) for i in before}
         for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
             vars(module).update(own)
         yield

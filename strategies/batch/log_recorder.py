@@ -17,7 +17,6 @@ from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue, known
-from ..core.patching import replaced
 from .exact.values import RETURNED, Program, Tape, Values
 from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
 from .part_metrics import PartMetrics, grouped
@@ -62,7 +61,8 @@ class LogRecorder:
         self._devices = devices
         self._metrics = self._new_metrics()
         self._told = WarningCache()
-        self._modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
+        self.modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
+        """Those of each part that have a `log`."""
         self._calls: list[list[_Call]] = []
         self._running = threading.local()
         self._values, self._programs = Values(), dict[str, Program]()
@@ -70,9 +70,9 @@ class LogRecorder:
         self._tapes: dict[int, Tape] = {}
         self.losses: list[Tensor] = []
         """What `replay` logged as the loss of the batch."""
-        for i, copies in enumerate(self._modules[1:], start=1):  # a copy runs in steps alone
+        for i, copies in enumerate(self.modules[1:], start=1):  # a copy runs in steps alone
             for j, copy in enumerate(copies):
-                if copy is not self._modules[0][j]:
+                if copy is not self.modules[0][j]:
                     module_log(copy).receiver = partial(self._record, i, j)
 
     def _new_metrics(self) -> PartMetrics:
@@ -93,8 +93,8 @@ class LogRecorder:
         """Record the calls of one step, of parts of so many samples, and what its values are computed of."""
         self._values, self._programs, self._tapes = values, values.all_of(step, loader), {}
         self._step = step, loader
-        self._calls = [[] for _ in self._modules]
-        logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self._modules[0]))
+        self._calls = [[] for _ in self.modules]
+        logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self.modules[0]))
         with self._metrics.recording(sizes), received(logs):
             yield
 
@@ -105,8 +105,12 @@ class LogRecorder:
 
     def run(self, part: int, call: Callable[[], Any]) -> Any:
         """Run the step of a replica, or of a micro-batch, in the thread that calls this."""
-        with replaced(self._running, "part", part), self._taped(part):
-            return call()
+        before, self._running.part = self.part, part
+        try:
+            with self._taped(part):
+                return call()
+        finally:
+            self._running.part = before
 
     def _taped(self, part: int) -> AbstractContextManager[Any]:
         if not self._programs or part in self._tapes:  # it goes backward
@@ -116,8 +120,8 @@ class LogRecorder:
 
     def _record_root(self, module: int, *args: Any, **options: Any) -> None:
         replica = self.part
-        root = self._modules[0][module]
-        if self._modules[replica][module] is not root:
+        root = self.modules[0][module]
+        if self.modules[replica][module] is not root:
             name = type(root).__name__
             raise ConfigError(
                 f"The step of a replica called the original {name}.log, not its own: an object that {name} holds, and "
@@ -151,7 +155,7 @@ class LogRecorder:
                 if value is not None and same[0].name not in self._programs:
                     self.losses.append(value)
                 value = self._of_program(same, self._combined(same, weights) if value is None else value, options)
-            self._modules[0][same[0].module].log(same[0].name, value, **options)
+            self.modules[0][same[0].module].log(same[0].name, value, **options)
 
     def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
@@ -252,9 +256,9 @@ class LogRecorder:
         return torch.where(fits, value, torch.as_tensor(otherwise).to(value))
 
     def _combined(self, calls: list[_Call], weights: Sequence[Any]) -> Any:
+        if not isinstance(calls[0].kept, (Tensor, int, float)):
+            return calls[0].kept
         values = [call.kept.reshape(()) if isinstance(call.kept, Tensor) else call.kept for call in calls]
-        if not isinstance(values[0], (Tensor, int, float)):
-            return values[0]
         return combine(values, weights, _HOW.get(calls[0].options.get("reduce_fx"), "mean"), self._device)
 
 

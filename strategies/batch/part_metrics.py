@@ -5,7 +5,7 @@ part 2   accuracy(out[5:], y[5:])  → a stand-in ┴→ accuracy(out, y), once 
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +69,7 @@ class PartMetrics:
         self._devices, self._strategy, self._part = devices, strategy, part
         self.found = _metrics(module)
         """Identifies the metrics and collections of the module."""
+        self._aggregators = {id(metric): _aggregators(metric) for metric in self.found}
         self._calls: list[list[_Call]] = []
         """Of each part of the step that runs; empty if none does."""
         self._made: list[list[_Call]] = []
@@ -121,7 +122,7 @@ class PartMetrics:
                            "it as it is, or use it in training_step_end or in an epoch hook", PartsDiffer)  # fmt: skip
             is_collection = isinstance(metric, MetricCollection)
             returned = {key: make() for key in metric.keys()} if is_collection else make()  # noqa: SIM118
-        given = tree_map_only(Tensor, Tensor.detach, dict(enumerate(args)) | kwargs)
+        given = {key: _detached(value) for key, value in (*enumerate(args), *kwargs.items())}
         self._calls[part].append(_Call(part, metric, method, given, _versions(given), returned))
         if self._is_alone:
             with replaced(self, "_calls", []):
@@ -138,6 +139,8 @@ class PartMetrics:
             PartsDiffer: what the whole batch would give a metric does not follow from the parts; none was called.
         """
         calls, self._made = self._made, []
+        if not any(calls):
+            return {}
         groups = grouped(calls, lambda call: (id(call.metric), call.method))
         if self._is_alone:
             return {key: call.given for key, (call,) in groups.items()}
@@ -145,7 +148,7 @@ class PartMetrics:
         with self._undone():
             for key, given in joined.items():
                 self._give(groups[key], given)
-        self._is_first = self._is_first and not joined
+        self._is_first = False
         return joined
 
     def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> dict[int | str, Any]:
@@ -176,7 +179,7 @@ class PartMetrics:
         self, path: Path, metric: Metric, columns: dict[int | str, list[Any]], name: int | str, sizes: Sequence[int]
     ) -> Any:
         """One argument of the whole batch; numbers that are means count by their weights, else by samples."""
-        values, weights, kinds = columns[name], columns.get(1, columns.get("weight")), _aggregators(metric)
+        values, weights, kinds = columns[name], columns.get(1, columns.get("weight")), self._aggregators[id(metric)]
         if kinds == {MeanMetric} and _is_number(values):
             if weights is None or (not isinstance(weights[0], Tensor) and are_equal(weights) and weights != sizes):
                 weights = sizes if values is not weights else None  # one for each batch
@@ -282,9 +285,14 @@ def _aggregators(metric: nn.Module) -> set[type]:
     return {type(one) for one in metrics_of(metric) if len(metrics_of(one)) == 1}
 
 
-def _versions(given: Any) -> list[int]:
+def _detached(value: Any) -> Any:  # most are tensors: torch's trees take longer
+    return value.detach() if isinstance(value, Tensor) else tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _versions(given: Mapping[int | str, Any]) -> list[int]:
     """How often tensors have been written to; those of inference mode don't tell."""
-    return [one._version for one in tree_leaves(given) if isinstance(one, Tensor) and not one.is_inference()]
+    leaves = (one for value in given.values() for one in ([value] if isinstance(value, Tensor) else tree_leaves(value)))
+    return [one._version for one in leaves if isinstance(one, Tensor) and not one.is_inference()]
 
 
 def _is_number(values: Sequence[Any]) -> bool:

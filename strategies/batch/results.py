@@ -155,6 +155,8 @@ class ResultStructure:
         """
         used = [size for size in sizes if size]
         assert len(results) == len(used) > 0
+        if all(result is None for result in results):
+            return None
         if len(results) == 1:
             return results[0] if device is None else move_data_to_device(results[0], device)
         return self._joiner.join([(results, used)], (), device)[0]

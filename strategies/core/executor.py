@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Semaphore, Thread
 from typing import Any
@@ -112,7 +112,8 @@ class ThreadState:
 
     def run(self, piece: Piece) -> Any:
         """Run a piece in the thread that created this context."""
-        with on_device(piece.device), self.autocast_on({piece.device.type} - self._autocast.keys()):
+        autocast = self.autocast_on({piece.device.type} - self._autocast.keys()) if self._autocast else nullcontext()
+        with on_device(piece.device), autocast:
             return piece.call()
 
     @contextmanager

@@ -220,7 +220,8 @@ class ReplicaLayout(Layout):
         args = move_data_to_device(args, self.devices[0])  # it may wait on the host
         is_evaluated = name in ("validation_step", "test_step")
         block = nullcontext() if self.stages is None else self.stages.on_devices(self.blocks[0])
-        with block, self.structures.lists.of_replicas([self._module], [0], [1]) if is_evaluated else nullcontext():
+        lists = partial(self.structures.lists.of_replicas, self.runner.logs.modules[:1], [0], [1])
+        with block, lists() if is_evaluated else nullcontext():
             output = getattr(self._module, name)(*args, **kwargs)
         if name == "training_step":
             output = ended(self._module, output)

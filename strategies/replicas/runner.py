@@ -187,9 +187,7 @@ class ReplicaRunner:
     def _own_lists(self, method: str, used: Sequence[int], sizes: Sequence[int]) -> AbstractContextManager[None]:
         if method not in ("validation_step", "test_step"):
             return nullcontext()
-        return self.lists.of_replicas(
-            [*map(self.replicas.__getitem__, range(len(sizes)))], used, [sizes[i] for i in used]
-        )
+        return self.lists.of_replicas(self.logs.modules, used, [sizes[i] for i in used])
 
     def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
         assert self.stages is not None

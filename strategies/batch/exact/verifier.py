@@ -572,16 +572,17 @@ def find_evaluated(
     module, values = strategy.lightning_module, strategy.contract.reader.values
     if not any(views):
         return
-    trainer, num_loaders = module.trainer, num_evaluated(module.trainer._active_loop)
+    trainer = module.trainer
     step = "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
-    for loader in [dataloader_index(trainer, (*args[1:],))] if args else range(num_loaders):
+    for loader in [dataloader_index(trainer, (*args[1:],))] if args else range(num_evaluated(trainer._active_loop)):
         if (step, loader) in values.programs or step in whole.names:
             continue
         verdict: Verdict | None = None
         if is_first:
             structure = strategy.structures.of_batch(trainer, loader)
             takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-            batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * (num_loaders > 1))
+            names_loader = num_evaluated(trainer._active_loop) > 1
+            batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * names_loader)
             verdict = Verifier(strategy, structure, step, loader, together).verify(batch, views, rest)
         found = share(verdict)
         if found.unlike and whole.allowed and not views.ranks:
