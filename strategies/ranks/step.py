@@ -28,6 +28,7 @@ from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
 from ..core.patching import replaced
+from ..core.rng import random_state, set_random_state
 from ..core.types import Batch
 from ..core.untraced_step import untraced_step
 from ..data.loaders import positions
@@ -230,8 +231,10 @@ class RankStep(StepContract):
         """
         if not (self._is_verified or self._was_early):
             self._was_early = True
-            loop = self._trainer.fit_loop
+            loop, before = self._trainer.fit_loop, random_state()
             loop.setup_data()
+            if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
+                set_random_state(before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
             takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
             self._verify((None, 0) if takes_index else (None,), again)

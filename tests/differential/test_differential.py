@@ -130,8 +130,18 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         (Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")), False),
         # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
         (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable")), False),
+        # an empty loader that is made again drew a seed more, so that the next module began with other weights
+        (
+            Case(
+                loading=Loading(num=1, drop_last=True),
+                options=Options(reload_dataloaders_every_n_epochs=1),
+                before="validate",
+                resume_after=1,
+            ),
+            False,
+        ),
     ],
-    ids=["resumed", "packed", "a shorter loader", "unequal loaders", "time first", "flat"],
+    ids=["resumed", "packed", "a shorter loader", "unequal loaders", "time first", "flat", "an empty loader"],
 )
 def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hunt: Hunt) -> None:
     more = (("global_view", True),) * global_view
