@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,12 @@ from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from ._sampler_order import Agree, in_one_order
 from .sampling import Divide, Pass, Passes, Share
+from .torch_loader import Around
 
 
 @dataclass(eq=False)
-class Stream:
-    """Wraps a loader; other attributes are the loader's.
+class Stream(Around):
+    """A loader whose batches are divided as they are read.
 
     Args:
         loader: yields batches.
@@ -33,27 +33,6 @@ class Stream:
     strategy: str
     passes: Passes = field(default_factory=Passes, init=False)
     structure: BatchStructure = field(default_factory=BatchStructure, kw_only=True)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    @property
-    def evener_original(self) -> Any:
-        """The user's loader."""
-        return getattr(self.loader, "evener_original", self.loader)
-
-    @property
-    def _iterator(self) -> Any:
-        """The iterator on which Lightning shuts down a DataLoader's workers."""
-        loader: Any = self.loader
-        return loader._iterator  # AttributeError if the loader is not a DataLoader
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        loader: Any = self.loader
-        loader._iterator = iterator
 
 
 @dataclass(eq=False)

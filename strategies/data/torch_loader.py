@@ -1,4 +1,4 @@
-"""Read a DataLoader's batches without the record that its iterator makes for torch's profiler at every batch."""
+"""Wrap loaders, and read a DataLoader's batches without the record that its iterator makes for torch's profiler."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +9,31 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from ..core.types import Batch
 
 _NEXT = _BaseDataLoaderIter.__next__
+
+
+class Around:
+    """A loader around another one, whose attributes it has."""
+
+    loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def evener_original(self) -> Any:
+        """The user's loader, where this one is given to a trainer once more; see `RankLoaders`."""
+        return getattr(self.loader, "evener_original", self.loader)
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator on which Lightning shuts down a DataLoader's workers."""
+        return self.loader._iterator  # AttributeError if it has none
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
 
 
 def next_of(iterator: Iterator[Any]) -> Callable[[], Batch]:

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from copy import copy
+from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,6 @@ from .snapshots import MemorySnapshots, snapshots_of
 
 log = logging.getLogger(__name__)
 
-_RANKED = ("best_k_models", "best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "best_epoch")
 _NOT_LETTERS = re.compile(r"[^a-z0-9]")
 
 
@@ -278,7 +277,7 @@ class Checkpoint(ModelCheckpoint):
     @override
     def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         self._settle(trainer)
-        self._ranking = {name: copy(getattr(self, name)) for name in _RANKED}
+        self._ranking = deepcopy(self.state_dict())
         score = monitor_candidates.get(self.monitor) if self.monitor is not None else None
         nan = (score is not None and bool(score.isnan())) or has_nan(trainer.lightning_module)
         if self.save_top_k == 0 or not trainer.strategy.reduce_boolean_decision(nan, all=False):
@@ -319,7 +318,7 @@ class Checkpoint(ModelCheckpoint):
         self._io.wait()
         failed = trainer.strategy.broadcast(self._io.take_failed())
         if not failed.isdisjoint([self.best_model_path, *self.best_k_models]):
-            vars(self).update(self._ranking)
+            self.load_state_dict(self._ranking)
 
     @override
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:

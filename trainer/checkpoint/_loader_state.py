@@ -23,7 +23,7 @@ from typing_extensions import override
 from ...strategies.core import rng
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Divided, Stream
-from ...strategies.data.torch_loader import next_of
+from ...strategies.data.torch_loader import Around, next_of
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
@@ -49,11 +49,6 @@ def make_resumable(loader: Any, rank: int) -> Any:
     return ResumableLoader(loader, rank) if isinstance(loader, DataLoader) else Resumable(loader)
 
 
-def is_resumable(loader: Any) -> bool:
-    """Whether `make_resumable` has made this loader, and it has no state of its own."""
-    return isinstance(loader, Resumable)
-
-
 def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
     """Refuse states, one per loader that has one, that other loaders have saved.
 
@@ -62,7 +57,7 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
             has fewer batches.
     """
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
-        if is_resumable(loader) != _POSITION.issubset(state):
+        if isinstance(loader, Resumable) != _POSITION.issubset(state):
             raise CheckpointError(
                 f"The checkpoint can't tell a {loader.__class__.__name__} where it was, since the run that wrote it "
                 "read its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
@@ -84,14 +79,11 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
             )
 
 
-class _Around:
+class _Around(Around):
     """A loader around another one, for which it passes: it has its attributes and its class."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # nobody may set it
@@ -101,22 +93,8 @@ class _Around:
     def __reduce_ex__(self, protocol: Any) -> Any:  # a trainer is pickled, or copied, with the loader itself
         return _same, (self.loader,)
 
-    @property
-    def evener_original(self) -> Any:
-        """The user's loader, where this one is given to a trainer once more; see `RankLoaders`."""
-        return getattr(self.loader, "evener_original", self.loader)
-
     def __len__(self) -> int:
         return len(self.loader)  # TypeError if it has none
-
-    @property
-    def _iterator(self) -> Any:
-        """The iterator on which Lightning shuts down workers."""
-        return self.loader._iterator  # AttributeError if it has none
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self.loader._iterator = iterator
 
 
 def _same(loader: Any) -> Any:
@@ -158,7 +136,7 @@ class Resumable(_Around):
         That of a stream is one from which a `ResumableLoader` goes on, on one device.
         """
         inner: Any = self.loader.loader if isinstance(self.loader, Stream) else None
-        seed = inner._seed if is_resumable(inner) else self._seed
+        seed = inner._seed if isinstance(inner, Resumable) else self._seed
         own = {"position": self._position, "seed": seed, "start": self._start}
         return {**own, "generators": [generator.get_state() for generator in self._generators()]}
 

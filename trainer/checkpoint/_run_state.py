@@ -30,7 +30,7 @@ from ...strategies.distributed.metrics.states import Mark, SavedMetric
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, process_devices, ranks_of
 from ...strategies.sharding.whole import map_tensors
-from ._loader_state import ReadAhead, ResumableLoader, is_resumable
+from ._loader_state import ReadAhead, Resumable, ResumableLoader
 
 
 def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
@@ -52,15 +52,15 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
 def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
     """Read what is no random stream and no gradient; metrics and values are the ones that go on changing."""
     loader, sync = trainer.fit_loop._combined_loader, _metric_sync(trainer)
-    results: Any = trainer.fit_loop.epoch_loop._results
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
     return {
         "loaders": [] if loader is None else _positions(trainer, loader),
-        "weights": _accumulation(trainer).total,
+        "weights": epoch_loop.accumulation.total,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(trainer.lightning_module)
         },
-        "results": results.capture(),
+        "results": epoch_loop._results.capture(),
         "logged": dict(trainer.callback_metrics),
         "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],
     }
@@ -78,8 +78,8 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
         kept = {name: saved for name, saved in state["metrics"].items() if name not in of_epoch}
         state = {**state, "results": {}, "metrics": kept}
     trainer._logger_connector._callback_metrics.update(state["logged"])
-    results: Any = trainer.fit_loop.epoch_loop._results
-    results.restore(state["results"])
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    epoch_loop._results.restore(state["results"])
     if whole := _whole(trainer):
         whole.go_on(state.get("whole_steps", []))  # files of earlier versions have none
     sync = _metric_sync(trainer)
@@ -89,7 +89,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
             saved.give(metric)
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
-    _accumulation(trainer).total = move_data_to_device(state["weights"], trainer.strategy.root_device)
+    epoch_loop.accumulation.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
@@ -135,16 +135,11 @@ def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, An
     parts = [part for part in loader.flattened if hasattr(part, "state_dict")]
     states = [part.state_dict() for part in parts]
     for i, part in enumerate(parts):
-        if is_resumable(part):
+        if isinstance(part, Resumable):
             states[i]["position"] = max(states[i]["position"] - ahead, 0)
         elif ahead and isinstance(part, ReadAhead):
             states[i] = part.before
     return states
-
-
-def _accumulation(trainer: pl.Trainer) -> Any:
-    epoch_loop: Any = trainer.fit_loop.epoch_loop
-    return epoch_loop.accumulation
 
 
 def _metric_sync(trainer: Any) -> MetricSync | None:

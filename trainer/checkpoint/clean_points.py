@@ -34,7 +34,7 @@ from ._callback import Checkpoint
 from ._host_memory import HostMemory
 from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
-from ._loader_state import is_resumable, make_resumable, verify_states
+from ._loader_state import Resumable, make_resumable, verify_states
 from ._resume_point import Place, ResumePoint, counts_global_batches
 from ._sections import Sections
 from .file_io import CheckpointError
@@ -255,7 +255,7 @@ class ResumingFitLoop(_FitLoop):
             # Remove positions that only we can restore; they are kept under `EXACT`.
             parts = [part for part in self._combined_loader.flattened if hasattr(part, "state_dict")]
             states = zip(parts, saved.pop("combined_loader", []), strict=True)
-            if theirs := [kept for part, kept in states if not is_resumable(part)]:
+            if theirs := [kept for part, kept in states if not isinstance(part, Resumable)]:
                 saved["combined_loader"] = theirs
         return saved
 
@@ -294,7 +294,7 @@ class ResumingFitLoop(_FitLoop):
         if self._combined_loader is not before:
             self.random_of_loaders = random
         for loader in () if self._combined_loader is None else self._combined_loader.flattened:
-            if is_resumable(loader):
+            if isinstance(loader, Resumable):
                 loader.is_idle = False
 
     @override
@@ -304,7 +304,7 @@ class ResumingFitLoop(_FitLoop):
         loaders = [make_resumable(loader, self.trainer.global_rank) for loader in self._combined_loader.flattened]
         self._combined_loader._flattened = loaders  # `trainer.train_dataloader` stays the user's
         for loader in loaders:
-            if is_resumable(loader):
+            if isinstance(loader, Resumable):
                 loader.is_idle = self.resumed.point == "after_epoch"
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.

@@ -19,7 +19,7 @@ from ...strategies.core.module_checks import is_users
 from ...strategies.core.patching import replaced
 from ...strategies.registry import ranks_of
 from . import _run_state
-from ._loader_state import is_resumable, make_resumable
+from ._loader_state import Resumable, make_resumable
 
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
 _ENDS = ("on_validation_epoch_end", "on_validation_end")
@@ -151,5 +151,5 @@ class SeparateEvaluation(_EvaluationLoop):
         if combined is None or combined is before or not fits:
             return
         # a loader that training reads, too, has a position, and workers, of its own here
-        own = (part.loader if is_resumable(part) else part for part in combined._flattened)
+        own = (part.loader if isinstance(part, Resumable) else part for part in combined._flattened)
         combined._flattened = [make_resumable(part, self.trainer.global_rank) for part in own]
