@@ -59,13 +59,9 @@ def main() -> None:
     if words and words[0] in OTHERS:
         return {"train": train, "config": config, "proof": proof}[words[0]](words[1:])
     given = parser.parse_args(words)
-    if given.word is None:
-        parser.print_help()
-    elif given.word == "new":
-        new(Path(given.folder))
-    else:
-        {"strategies": strategies, "env": env}[given.word]()
-    return None
+    if given.word == "new":
+        return new(Path(given.folder))
+    return {None: parser.print_help, "strategies": strategies, "env": env}[given.word]()
 
 
 def complete(words: list[str]) -> None:
@@ -95,23 +91,19 @@ def train(words: list[str]) -> None:
 
 def config(words: list[str]) -> None:
     """Run `evener config validate`."""
-    if words[:1] != ["validate"] or {"--help", "-h"} & set(words):
-        told = "Usage: evener config validate [group=file ...] [key=value ...]\n\n" + (
-            "Compose the configuration of `evener train`, import the classes that it names and check every value; "
-            "nothing is run.\n"
+    asks = bool({"--help", "-h"} & set(words))
+    if asks or words[:1] != ["validate"]:
+        sys.stdout.write(
+            "Usage: evener config validate [group=file ...] [key=value ...]\n\nCompose the configuration of "
+            "`evener train`, import the classes that it names and check every value; nothing is run.\n"
         )
-        sys.stdout.write(told)
-        sys.exit(0 if {"--help", "-h"} & set(words) else 2)
+        sys.exit(0 if asks else 2)
     command.only_check = True
     train([*words[1:], "hydra.run.dir=.", "hydra.output_subdir=null"])
 
 
 def proof(words: list[str]) -> None:
-    """Run `benchmarks/proof.py` of the clone that this package is.
-
-    Args:
-        words: the rest of the command line.
-    """
+    """Run `benchmarks/proof.py` of the clone that this package is."""
     program = Path(__file__).resolve().parents[2] / "benchmarks" / "proof.py"
     if not program.is_file():
         sys.exit("Error: evener proof runs the benchmarks of a clone, which the installed package does not have. "
@@ -144,8 +136,9 @@ def new(folder: Path) -> None:
 
 def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
-    source = command.Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else None
-    sources = [PACKAGE, *([source] if source else [])]
+    sources = [PACKAGE]
+    if Path("conf/strategy").is_dir():
+        sources.append(command.Source(str(Path("conf").absolute()), "project"))
     table = summary.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
     for found in sources:
         for name in found.files("strategy"):

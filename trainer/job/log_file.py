@@ -33,6 +33,11 @@ LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 ESCAPED = "backslashreplace"
 """How text is written that is no Unicode: names of files, and messages of errors with bytes of them."""
+REDUNDANT = (
+    "Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`", "global batch ",
+)  # fmt: skip
+"""Lightning's tips for other products, and lines that the start-up block replaces."""
+
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
 
 
@@ -67,7 +72,8 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
     own_rank = replaced(rank_zero_only, "rank", rank)
-    with own_rank, _root_handlers(run_dir, rank), filtered(LIGHTNING_TELLS, _is_needed):
+    needed = filtered(LIGHTNING_TELLS, lambda record: not any(text in record.getMessage() for text in REDUNDANT))
+    with own_rank, _root_handlers(run_dir, rank), needed:
         for name in LIGHTNING_LOGGERS:
             logger = logging.getLogger(name)
             logger.handlers.clear()
@@ -84,20 +90,19 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
     hydras = [handler for handler in root.handlers if getattr(handler, "stream", None) is sys.stdout]
     for handler in hydras:
         root.removeHandler(handler)
-    if hydras or not root.handlers:
-        added.append(ConsoleHandler())
+
+    def add(handler: logging.Handler, form: str) -> None:
+        handler.setFormatter(logging.Formatter(form))
+        root.addHandler(handler)
+        added.append(handler)
 
     def add_file() -> None:
         logging.disable(logging.NOTSET)
-        if added and isinstance(added[-1], logging.FileHandler):  # a first rank's, of which this process was forked
-            return
-        added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED))
-        added[-1].setFormatter(logging.Formatter(FORMAT))
-        root.addHandler(added[-1])
+        if not any(isinstance(handler, logging.FileHandler) for handler in added):  # of a rank that was forked from 0
+            add(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED), FORMAT)
 
-    for handler in added:
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        root.addHandler(handler)
+    if hydras or not root.handlers:
+        add(ConsoleHandler(), "%(message)s")
     if rank == 0:
         add_file()
     else:
@@ -114,16 +119,6 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
             handler.close()
         for handler in hydras:
             root.addHandler(handler)
-
-
-REDUNDANT = (
-    "Tip:", "GPU available:", "TPU available:", "HPU available:", "`Trainer(val_check_interval=1.0)`", "global batch ",
-)  # fmt: skip
-"""Lightning's tips for other products, and lines that the start-up block replaces."""
-
-
-def _is_needed(record: logging.LogRecord) -> bool:
-    return not any(text in record.getMessage() for text in REDUNDANT)
 
 
 def failure(cfg: DictConfig, rank: int, num_processes: int = 1, **told: Any) -> Result:

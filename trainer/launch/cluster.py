@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.plugins.environments import (
@@ -98,9 +99,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
     _num_jobs += 1
     if not text:
         return None
-    cfg = OmegaConf.create(text)
-    assert isinstance(cfg, DictConfig)
-    return cfg
+    return cast("DictConfig", OmegaConf.create(text))
 
 
 def leave(cluster: ClusterEnvironment) -> None:
@@ -149,13 +148,14 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
     if found is None:
         return list(words)
     least, most = map(int, found.groups())
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if not isinstance(cluster, TorchElasticEnvironment):
         raise ConfigError(
             f"{found[0]} needs torchrun, whose agents start the workers anew. Give one number, or use it."
         )
-    if not least <= _num_nodes() <= most:
+    if not least <= num_nodes <= most:
         raise ConfigError(
-            f"{found[0]} allows {least} to {most} machines; torchrun has started {_num_nodes()}. Give torchrun the "
+            f"{found[0]} allows {least} to {most} machines; torchrun has started {num_nodes}. Give torchrun the "
             f"same range: --nnodes={least}:{most}."
         )
     if is_hosted_by_agent():
@@ -167,12 +167,8 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
         raise ConfigError(
             f"{found[0]} continues from its own checkpoints, so it can't start from {given[0]}. Leave resume out."
         )
-    kept = [f"num_nodes={_num_nodes()}" if word == found[0] else word for word in words]
+    kept = [f"num_nodes={num_nodes}" if word == found[0] else word for word in words]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         run_id = re.sub(r"[^A-Za-z0-9_-]+", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
         kept.append(f"hydra.run.dir={_DIRECTORY}/{run_id}")
     return [*kept, "resume=auto"]
-
-
-def _num_nodes() -> int:
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))

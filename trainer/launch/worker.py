@@ -98,7 +98,7 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
             leave_in_time(cfg.launcher.shutdown_timeout_s)
-            work(cfg)
+            Run(cfg, rank, int(os.environ["WORLD_SIZE"])).execute()
         except Interrupted as exc:
             tells = exc.begun or exc.told  # else it had no log yet: the command tells it
             return 128 + exc.signum
@@ -113,8 +113,3 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
             if tells:
                 (folder / ENDED_FILE.format(rank)).touch()
         return 0
-
-
-def work(cfg: DictConfig) -> None:
-    """Run this process's rank."""
-    Run(cfg, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).execute()

@@ -155,21 +155,19 @@ class Search:
             done = trial.number + 1 - num_before
             left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
             ended, best = self.study.trials[trial.number], self.best()
-            shown = "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
-            shown += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
-            shown += f" · about {left_s:.0f} s left" if left_s > 0 else ""
-            log.info("trial %d: %s%s", trial.number, ended.state.name.lower(), shown)
+            told = f"trial {trial.number}: {ended.state.name.lower()}"
+            told += "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
+            told += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
+            log.info(told + (f" · about {left_s:.0f} s left" if left_s > 0 else ""))
 
     def _finish(self, trial: Any, result: Result) -> None:
         """Tell Optuna how a trial ended."""
         self.results[trial.number] = result
         states, value = self.optuna.trial.TrialState, result.monitored
-        if PRUNED_AT in self.study.trials[trial.number].user_attrs and value is not None:
-            self.study.tell(trial, state=states.PRUNED)
-        elif value is None or result.status == DIVERGED or math.isnan(value):
-            self.study.tell(trial, state=states.FAIL)
-        else:
-            self.study.tell(trial, value)
+        was_pruned = PRUNED_AT in self.study.trials[trial.number].user_attrs and value is not None
+        failed = value is None or result.status == DIVERGED or math.isnan(value)
+        state = states.PRUNED if was_pruned else states.FAIL if failed else states.COMPLETE
+        self.study.tell(trial, value if state == states.COMPLETE else None, state)
         if value is None:
             raise ConfigError(
                 f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
@@ -200,14 +198,12 @@ class Search:
 
     def variants(self) -> list[Variant]:
         """The trials as rows of the table; a pruned one has its last value."""
-        strategy = strategy_name(self.cfg)
+        strategy, states = strategy_name(self.cfg), {"COMPLETE": "", "FAIL": FAILED}
         rows: list[Variant] = []
         for trial in self.study.trials:
             shown = ((key, trial.params[key]) for key in self.space if key in trial.params)
             words = tuple(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in shown)
-            name = str(trial.state.name)
-            state = {"COMPLETE": "", "FAIL": FAILED}.get(name, name.lower())
-            result = self.results.get(trial.number)
+            state, result = states.get(name := str(trial.state.name), name.lower()), self.results.get(trial.number)
             rows.append(Variant(trial.number, strategy, words, last_value(trial), state, result))
         return rows
 
@@ -256,7 +252,5 @@ def flat(space: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def last_value(trial: Any) -> float | None:
     """A trial's value, or of a pruned one the last that it reported."""
-    if trial.value is not None:
-        return trial.value
     reported = trial.intermediate_values
-    return reported[max(reported)] if reported else None
+    return reported[max(reported)] if trial.value is None and reported else trial.value
