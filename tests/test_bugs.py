@@ -2,11 +2,14 @@
 
 import gc
 import mmap
+import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +18,13 @@ import pytest
 import torch
 from recording import SmallModule, loader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.data.sampling import Passes, Share
 from evener.strategies.data.shares import RankShares
-from evener.strategies.distributed.process_exit import handled
+from evener.strategies.distributed.process_exit import fork_orphan, handled, take_orphans
 from evener.strategies.replicas._module_copy import ModuleCopy
 from evener.trainer import Trainer, compose
 from evener.trainer.callbacks import RunSummary
@@ -147,6 +150,75 @@ def test_workers_of_an_iterator_that_is_garbage_end_in_order() -> None:
     del iterator
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def _rank_forked_from_a_forked_one() -> None:
+    take_orphans()
+    command = os.getpid()
+    if fork_orphan(command):
+        if fork_orphan(command):
+            batches: Any = iter(DataLoader(range(4), num_workers=2, multiprocessing_context="fork"))
+            next(batches)
+            del batches
+            os._exit(len(multiprocessing.active_children()))
+        os._exit(0)
+    os._exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are replaced on Linux")
+def test_a_rank_that_a_replaced_rank_has_forked_ends_its_data_workers() -> None:
+    # It took its own for those of the process that had forked it: two more of each epoch were left.
+    rank = multiprocessing.get_context("fork").Process(target=_rank_forked_from_a_forked_one)
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == 0
+
+
+class Lost(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError("a rank has died")
+
+
+def test_workers_of_an_iterator_that_could_not_start_end_with_their_rank() -> None:
+    # They outlive SIGTERM, by which Python ends children, and it then waits for them: the rank did not end.
+    own: Any = DataLoader(range(1), sampler=Lost(), num_workers=2, multiprocessing_context="fork")
+    others = multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="a rank has died") as found:  # whose frames hold the iterator
+        start_workers(own, own._get_iterator)
+    workers: list[Any] = [one for one in multiprocessing.active_children() if one not in others]
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as a rank at its end
+    for worker in workers:
+        worker._popen.terminate()
+        worker.join(60)
+    signal.signal(signal.SIGCHLD, before)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+    del found
+
+
+class Asked(Dataset[int]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return index
+
+
+def test_a_rank_does_not_take_a_signal_to_its_data_worker_for_its_own() -> None:
+    # SIGTERM to a worker alone killed the rank after launcher.shutdown_timeout_s.
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        own: Any = DataLoader(Asked(), num_workers=1, multiprocessing_context="fork")
+        assert [int(batch) for batch in start_workers(own, own._get_iterator)] == [0]
+        with suppress(BlockingIOError):
+            assert signal.SIGTERM not in os.read(read, 64)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
 
 
 _forks_that_hang = mmap.mmap(-1, 1)

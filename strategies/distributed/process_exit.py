@@ -117,10 +117,10 @@ def fork_orphan(parent: int) -> bool:
         event._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]  # another thread may have its lock
     multiprocessing.process._children = set()  # pyright: ignore[reportAttributeAccessIssue]  # it ends those at its end
     workers: Any = _MultiProcessingDataLoaderIter
-    own, end = os.getpid(), workers._shutdown_workers
+    end = workers._shutdown_workers
 
     def end_own(iterator: Any) -> None:
-        if iterator._workers[0]._parent_pid == own:
+        if all(worker._parent_pid == os.getpid() for worker in iterator._workers):  # also in a fork of this one
             end(iterator)
         elif iterator._worker_pids_set:
             _remove_worker_pids(id(iterator))

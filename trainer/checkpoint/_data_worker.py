@@ -27,7 +27,7 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
     if loader.num_workers and (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
         forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
-    collects = gc.isenabled()
+    collects, others = gc.isenabled(), multiprocessing.active_children()
     gc.disable()  # until a worker has set apart what is not its own
     try:
         begin = partial(_begin, threading.current_thread() is threading.main_thread(), collects, loader.worker_init_fn)
@@ -37,8 +37,9 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if collects:
             gc.enable()
-    for process in getattr(iterator, "_workers", ()):
-        process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
+        started: set[Any] = set(multiprocessing.active_children()).difference(others)
+        for process in started:  # also where their start has failed
+            process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
     if workers := getattr(iterator, "_workers", None):  # whole until its end: garbage is collected in any order
         weakref.finalize(iterator, id, (workers, iterator._index_queues)).atexit = False
     return iterator
@@ -80,6 +81,7 @@ def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> N
     for signum in ASK_TO_STOP:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit
         signal.signal(signum, lambda number, frame: None)
+    signal.set_wakeup_fd(-1)  # the rank's, which would take this process's signals for its own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
     gc.freeze()
     if collects:
