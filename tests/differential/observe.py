@@ -50,7 +50,8 @@ class Failure:
     @property
     def says_why(self) -> bool:
         """Whether it is a sentence, raised on purpose by Evener or Lightning."""
-        own = "/evener/" in self.raised_in or "/strategies/" in self.raised_in or "/trainer/" in self.raised_in
+        places = ("/evener/", "/strategies/", "/trainer/")
+        own = any(place in self.raised_in for place in places) or "Set strategy." in self.message  # torch's, explained
         named = self.kind in ("ConfigError", "PartsDiffer", "MisconfigurationException")
         meant = own and self.kind in ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
         return (named or meant) and len(self.message.split()) >= 5
