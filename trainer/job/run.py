@@ -101,7 +101,8 @@ def run(cfg: DictConfig) -> Result:
     """Run `cfg.mode` of a resolved configuration in this process."""
     if OmegaConf.select(cfg, "extras.ignore_warnings"):
         warnings.filterwarnings("ignore")
-    cfg = with_batch_size(cfg)
+    if (cfg.get("data") or {}).get("batch_size") == "auto":
+        cfg = with_batch_size(cfg)
     if cfg.seed is not None:
         # torch notes, for each kind of device, from where it was seeded, which reads the source of every frame
         with replaced(traceback, "format_stack", list):

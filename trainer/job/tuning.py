@@ -34,8 +34,6 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
         ConfigError: there are several processes, a batch of one sample does not fit, or the number of samples is
             unknown.
     """
-    if not cfg.get("data") or cfg.data.get("batch_size") != "auto":
-        return cfg
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "data.batch_size=auto is not supported with several processes. Run once with strategy=single_device "
