@@ -16,7 +16,6 @@ from .balance.ranks import log_shares
 from .batch.policies import FirstChunk, Policy, Weighted
 from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
-from .core.module_checks import has_batchnorm
 from .core.options import Natural, checked
 from .dp import DataParallelStrategy
 from .replicas.layout import ReplicaLayout
@@ -89,7 +88,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         self._pending: Measurement | None = None
         self._num_steps = self._num_measured = 0
         self._told = WarningCache()
-        self._is_batch_verified = False
 
     @property
     def controller(self) -> BalanceController | None:
@@ -99,11 +97,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.policy = self.make_policy()
-        if self._gpu0_chunk == 1 and has_batchnorm(trainer.lightning_module):
-            raise ConfigError(
-                "balanced_dp: gpu0_chunk=1 gives BatchNorm on the first device a single sample, which it can't "
-                "normalise. Give 0, or at least 2."
-            )
         if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
             rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
         super().setup(trainer)
@@ -121,9 +114,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_batch_verified:
-            with self.whole.where_needed("training_step"):
-                self._verify_batch(args[0])
         layout = self.layout
         if self.controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
             return super().training_step(*args, **kwargs)
@@ -162,17 +152,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
             len(devices), self._objective, self._hysteresis, only_first=self._gpu0_chunk == "auto", limit_bytes=limits,
             in_turn=not any(map(is_accelerator, devices)),
         )  # fmt: skip
-
-    def _verify_batch(self, batch: Any) -> None:
-        """Refuse, before the first step, a first chunk larger than an even share of a full batch."""
-        self._is_batch_verified = True
-        if isinstance(self.policy, FirstChunk):
-            loader = getattr(getattr(self.lightning_module, "trainer", None), "train_dataloader", None)
-            batch_size = getattr(loader, "batch_size", None)  # after a resume the first batch may be incomplete
-            assert self.lightning_module is not None
-            structure = self.structures.of_batch(self.lightning_module.trainer)
-            num = max(structure.num_samples(batch) or 0, batch_size if isinstance(batch_size, int) else 0)
-            self.policy.verify_batch(num, len(self.parallel_devices), self.strategy_name)
 
     def _observe(self, controller: BalanceController, layout: ReplicaLayout) -> None:
         """Pass finished measurements to the controller; an accelerator may be one step late."""

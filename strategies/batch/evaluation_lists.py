@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
+from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
 from ..core.patching import Replacement, hooks_of
 from .results import Joiner, are_equal, combine, is_whole
@@ -218,6 +219,8 @@ class EvaluationLists:
         self._hook, rest = None, 1.0
         if trainer.sanity_checking:
             rest = sum(map(float, trainer.num_val_batches)) / sum(map(float, trainer.num_sanity_val_batches))
+        if self._gather is not None and not self._has_begun:  # of a rank without batches
+            recompute_weights(trainer.lightning_module)
         self._join_all("test_step" if trainer.testing else "validation_step", rest)
         return call_hooks()
 

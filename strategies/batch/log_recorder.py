@@ -143,7 +143,6 @@ class LogRecorder:
             loss: of the batch; None for the mean of these.
         """
         self.losses = []
-        self._values.begin()
         self._metrics.replay(lambda values, parts: self._whole_loss(values, parts, sizes, losses, loss))
         calls, self._calls = self._calls, []
         for same in grouped(calls, lambda call: (call.module, call.name)).values():
@@ -249,7 +248,7 @@ class LogRecorder:
         """What a program makes of parts, if it makes their own values."""
         program = self._programs[name]
         rows = [self._tapes[part].rows(program, self._device) for part in parts]
-        self._values.rows[name] = merged = program.merged(rows)
+        self._values.calls[-1][0][name] = merged = program.merged(rows)
         own = [torch.as_tensor(value).to(self._device) for value in values]
         fits = torch.stack([program.fits(row, value) for row, value in zip(rows, own, strict=True)]).all()
         value = program.value(merged)

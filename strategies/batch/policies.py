@@ -2,7 +2,7 @@
 
     policy              N=10, 4 parts     N=3, 4 parts
     Even()              3 3 2 2           1 1 1 0
-    FirstChunk(1)       1 3 3 3           0 1 1 1
+    FirstChunk(1)       1 3 3 3           1 1 1 0
     FirstChunk(0)       0 4 3 3           0 1 1 1
     Weighted(1,0,2,2)   2 0 4 4           1 0 1 1
 
@@ -52,8 +52,7 @@ class Even(Policy):
 class FirstChunk(Policy):
     """A fixed, small first part, so that the first device has room for what it alone holds.
 
-    The first part takes `min(size, N // num_parts)` samples and the others share the rest evenly. A single part
-    takes the whole batch.
+    The others share the rest evenly. A single part takes the whole batch.
 
     Args:
         size: samples of the first part; 0 leaves it empty.
@@ -65,21 +64,8 @@ class FirstChunk(Policy):
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
         if num_parts == 1:
             return [num_samples]
-        first = min(self.size, num_samples // num_parts)
+        first = min(self.size, num_samples)
         return [first, *Even().sizes(num_samples - first, num_parts - 1)]
-
-    def verify_batch(self, num_samples: int, num_parts: int, strategy: str) -> None:
-        """Refuse a first part that is larger than an even share of a full batch.
-
-        Raises:
-            ConfigError: it is larger; the message shows the arithmetic.
-        """
-        share = num_samples // num_parts
-        if num_parts > 1 and self.size > share:
-            raise ConfigError(
-                f"{strategy}: gpu0_chunk={self.size} is larger than an even share: {num_samples} samples // "
-                f"{num_parts} devices = {share}. Give at most {share}, or weights=[...] to load the first device more."
-            )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 from torchmetrics import Metric, MetricCollection
 
 from .errors import ConfigError
@@ -187,3 +189,14 @@ def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[st
         return torch.device("cpu")
     tell(f"{reader} receives the batch, so all of it is copied to {device} before it is cut.")
     return device
+
+
+def recompute_weights(module: nn.Module) -> None:
+    """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
+
+    A rank that has run no step of an evaluation has those from before the optimizer step: it would prune other weights.
+    """
+    for layer in module.modules():
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, (BasePruningMethod, WeightNorm)):
+                hook(layer, ())

@@ -13,8 +13,6 @@ from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -133,6 +131,7 @@ class RankStep(StepContract):
     def begin_batch(self, dataloader_idx: int) -> None:
         """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
         trainer, shares = self._trainer, self.shares
+        self.reader.values.calls.clear()
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
         if stage is None or stage is RunningStage.PREDICTING:
             joins = stage is not None and self._strategy.sync.evaluates_together
@@ -198,6 +197,7 @@ class RankStep(StepContract):
         strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
         reader = self.reader
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
+        reader.values.begin()
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified:
             self._verify(args)
@@ -206,7 +206,7 @@ class RankStep(StepContract):
         with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
             output = self._own_step(*args, **kwargs)
         if not counts:
-            reader.values.begin()  # nothing of what a stand-in logs counts
+            reader.values.calls[-1] = {}, {}  # nothing of what a stand-in logs counts
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
             output = {**(output if isinstance(output, dict) else {"loss": output}), "loss_weight": 0.0}
@@ -275,12 +275,12 @@ class RankStep(StepContract):
         with strategy.balance.forward():
             call = partial(step, "training_step", *args, **kwargs)
             if strategy.layout.cut_by or not self.shares.counts:
-                self.reader.values.begin()
                 return call()
             return self.reader.values.recorded("training_step", 0, module, call)
 
     def evaluate(self, step: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation, in a context of the precision plugin."""
+        self.reader.values.begin()
         with context(), among(self._rows):
             return self._strategy.sync.evaluate(partial(self._evaluate_in_layout, step, *args, **kwargs))
 
@@ -384,14 +384,3 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
         computed = [(metric, metric._computed) for metric, _ in metrics]
     for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
         metric._computed = value
-
-
-def recompute_weights(module: nn.Module) -> None:
-    """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
-
-    A rank that has run no step of an evaluation has those from before the optimizer step: it would prune other weights.
-    """
-    for layer in module.modules():
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, (BasePruningMethod, WeightNorm)):
-                hook(layer, ())

@@ -54,7 +54,7 @@ from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import OptimizerShards, verify_elementwise
 from .deciders import deciding_alike
 from .gradient_sync import GradientSync
-from .step import RankStep, recompute_weights
+from .step import RankStep
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -553,11 +553,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.contract.find_values()
 
     on_test_start = on_validation_start
-
-    @override
-    def on_validation_end(self) -> None:
-        if not self.sync.evaluates_together:
-            recompute_weights(self.module)
 
     @override
     def on_predict_end(self) -> None:

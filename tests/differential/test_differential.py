@@ -140,8 +140,22 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
             ),
             False,
         ),
+        # of a step that is called twice only the last call's values were exchanged
+        (Case(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice")), False),
+        # pruning was given the weights after an evaluation of averaged ones, not those
+        (Case(callbacks=("averaging", "pruning_global")), False),
     ],
-    ids=["resumed", "packed", "a shorter loader", "unequal loaders", "time first", "flat", "an empty loader"],
+    ids=[
+        "resumed",
+        "packed",
+        "a shorter loader",
+        "unequal loaders",
+        "time first",
+        "flat",
+        "an empty loader",
+        "twice",
+        "pruned average",
+    ],
 )
 def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hunt: Hunt) -> None:
     more = (("global_view", True),) * global_view
@@ -167,6 +181,13 @@ def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hu
 )
 def test_what_draws_have_found_wrong_in_evaluations_under_balanced_dp(case: Case, hunt: Hunt) -> None:
     verdict = hunt.judge(case, Spread("balanced_dp", 3, (("weights", (1, 2, 2)),)))
+    assert verdict.word == "equal", verdict.reason
+
+
+def test_a_first_chunk_may_be_larger_than_an_even_share(hunt: Hunt) -> None:
+    # It was refused, of what dp trains rightly.
+    spread = Spread("balanced_dp", 3, (("gpu0_chunk", 1),))
+    verdict = hunt.judge(Case(loading=Loading(batch_size=2)), spread)
     assert verdict.word == "equal", verdict.reason
 
 

@@ -303,9 +303,13 @@ def test_batchnorm_never_gets_a_single_sample(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count("chunks of one sample are merged into others") == 1
 
 
-def test_a_first_chunk_of_one_sample_with_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gpu0_chunk=1 gives BatchNorm on the first device a single sample"):
-        fit(BatchNormNet().double(), BalancedDataParallelStrategy(gpu0_chunk=1))
+def test_a_first_chunk_of_one_sample_with_batchnorm_goes_to_another_device() -> None:
+    found: list[Tensor] = []
+    for size in (0, 1):
+        module = make_module(Case(BatchNormNet))
+        fit(module, BalancedDataParallelStrategy(gpu0_chunk=size), Case(BatchNormNet), devices=2)
+        found.append(nn.utils.parameters_to_vector(module.parameters()).detach())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_parameters_are_copied_before_each_training_step_and_once_in_an_evaluation() -> None:
@@ -546,7 +550,6 @@ class Manual(Net):
         (Net, BalancedDataParallelStrategy, {"shard_optimizer": True}, "shard_optimizer is no longer there. Choose s"),
         (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
         (Net, BalancedDataParallelStrategy, {"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
-        (Net, BalancedDataParallelStrategy, {"gpu0_chunk": 3}, "gpu0_chunk=3 is larger than an even share: 4 samples"),
         (Net, BalancedDataParallelStrategy, {"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not allowed. Give a"),
         (
             Net,

@@ -71,7 +71,8 @@ class Exchange:
             results.flush()
             return
         values, share = _values(results), results.share
-        programs = values.of("training_step") if self._has_sums and not self.has_ended else {}
+        may_sum = self._has_sums and not self.has_ended and values.calls
+        programs = values.of("training_step") if may_sum else {}
         self._has_sums = False
         last = {id(one.series): one for one in results.pending or () if one.series.shared}.values()
         groups = [*([None] if programs else []), *(one.series.meta.sync.group for one in last)]
@@ -99,10 +100,9 @@ class Exchange:
         size = rows.shape[1] - 2 * len(shared)
         for i, one in enumerate(shared):
             one.series.last = _over_ranks(one.series.kind, *rows[:, size + 2 * i :].T[:2]).to(one.series.last)
-        found = combined(programs, rows[:, :size])
-        last = {one.series.meta.name: one for one in _found(results.pending or [], values, "training_step")}
-        for name in found.keys() & last.keys():
-            _replace(last[name], found[name], is_last=True)
+        found = zip(combined(programs, rows[:, :size]), values.calls, strict=False)
+        own = [{name: call[name] for name in call.keys() & logged.keys()} for call, (_, logged) in found]
+        _replace(results.pending or [], own, "training_step")
 
     def end_evaluated(self, results: LeanResults) -> None:
         """Keep what was logged in a batch of evaluation until the epoch ends, as far as it depends on other ranks."""
@@ -187,8 +187,7 @@ class Exchange:
         share = results.share
         for one in waiting:
             found = combined(values.of(step, one.place[0]), torch.stack(parts[one.place]))
-            for logged in _found(one.logged, values, step):
-                _replace(logged, found[logged.series.meta.name], is_last=False)
+            _replace(one.logged, found, step)
             results.share, results.pending = one.share, one.logged
             results.flush()
         results.share, results.pending = share, None
@@ -251,23 +250,17 @@ def _values(results: LeanResults) -> Values:
     return results.ranks.contract.reader.values
 
 
-def _found(logged: list[Logged], values: Values, step: str) -> list[Logged]:
-    """The means among what a step logged that programs compute."""
-    names = values.logged.keys()
-    return [
-        one
-        for one in logged
-        if step_of(one.series.meta)[0] == step and one.series.meta.name in names and one.series.kind == "mean"
-    ]
-
-
-def _replace(logged: Logged, value: Tensor, is_last: bool) -> None:
-    """Replace a logged value, unless it is nan, where it has no other."""
-    if logged.copy is not None:
-        value = value.to(logged.copy)
-        logged.copy = torch.where(value.isnan(), logged.copy, value)
-        if is_last:
-            logged.series.last = logged.copy
+def _replace(logged: list[Logged], found: list[dict[str, Tensor]], step: str) -> None:
+    """Replace means that the calls of a step have logged by those found of each, unless these are nan."""
+    for one in logged:
+        name = one.series.meta.name
+        own = next((call for call in found if name in call), None)
+        if own is None or one.copy is None or one.series.kind != "mean" or step_of(one.series.meta)[0] != step:
+            continue
+        value = own.pop(name).to(one.copy)
+        one.copy = torch.where(value.isnan(), one.copy, value)
+        if step == "training_step":
+            one.series.last = one.copy
 
 
 def _over_ranks(kind: str, values: Tensor, weights: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
+from itertools import product
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -578,15 +579,14 @@ class Values:
         readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
             the samples are, or another number that is `given`.
         over_ranks: whether other ranks have parts of the batch.
-        rows: of this process's part, by the names of the values.
-        logged: its own values.
+        calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
+            names of the values, the rows of this process's part, and its own values.
     """
 
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
     readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     over_ranks: bool = False
-    rows: dict[str, list[Tensor]] = field(default_factory=dict[str, list[Tensor]])
-    logged: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
 
     def learn(self, step: str, loader: int, programs: Programs, readings: dict[str, str]) -> None:
         """Keep what was found of what a step logs."""
@@ -610,13 +610,12 @@ class Values:
         return bool(known) and not any(known)
 
     def begin(self) -> None:
-        """Begin a step."""
-        self.rows, self.logged = {}, {}
+        """Begin another call of the step."""
+        self.calls.append(({}, {}))
 
     def recorded(self, step: str, loader: int, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
         """Run a step, and record what its logged values are computed of."""
         programs = self.all_of(step, loader)
-        self.begin()
         if not programs:
             return call()
 
@@ -626,30 +625,35 @@ class Values:
         own = map(module_log, lightning_modules(module))
         with received((one, partial(log, one.keep)) for one in own), Tape(programs) as tape:
             output = call()
-        self.rows = {name: tape.rows(program) for name, program in programs.items()}
+        self.calls[-1][0].update((name, tape.rows(program)) for name, program in programs.items())
         return output
 
     def noted(self, name: str, value: Any) -> Any:
         """Note a value; returns what is logged for it until those of other ranks are known."""
         if not self.over_ranks or not isinstance(value, (Tensor, int, float)):
             return value
-        self.logged[name] = kept = torch.as_tensor(value).detach().clone().reshape(())
+        self.calls[-1][1][name] = kept = torch.as_tensor(value).detach().clone().reshape(())
         return torch.where(kept.isnan(), torch.zeros_like(kept), kept)  # which would stay in sums
 
     def packed(self, programs: Programs, device: torch.device) -> Tensor:
         """What other ranks need of this one's part, of shape (n,)."""
         packed = list[Tensor]()
-        for name, program in programs.items():
-            own = self.rows.get(name) if name in self.logged else None
+        for (rows, logged), (name, program) in product(self.calls, programs.items()):
+            own = rows.get(name) if name in logged else None
             if own is None:
                 packed.append(torch.zeros(1 + program.size))
             else:
-                packed += [1 - program.fits(own, self.logged[name]).double().reshape(1), *own]
+                packed += [1 - program.fits(own, logged[name]).double().reshape(1), *own]
         return torch.cat([one.to(device, precise_dtype(device)) for one in packed])
 
 
-def combined(programs: Programs, packed: Tensor) -> dict[str, Tensor]:
-    """The values of a batch, of what all ranks have packed, of shape (ranks, n); nan where programs don't fit."""
+def combined(programs: Programs, packed: Tensor) -> list[dict[str, Tensor]]:
+    """The values of each call, of what all ranks have packed, of shape (ranks, n); nan where programs don't fit."""
+    size = sum(1 + program.size for program in programs.values())
+    return [_of_call(programs, own) for own in packed.split(size, 1)] if size else []
+
+
+def _of_call(programs: Programs, packed: Tensor) -> dict[str, Tensor]:
     found, start = dict[str, Tensor](), 0
     for name, program in programs.items():
         rows = packed[:, start + 1 : start + 1 + program.size].split(program.sizes, 1)

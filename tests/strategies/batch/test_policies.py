@@ -15,9 +15,11 @@ from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted,
         (Even(), 3, [1, 1, 1, 0]),
         (Even(), 0, [0, 0, 0, 0]),
         (FirstChunk(1), 10, [1, 3, 3, 3]),
-        (FirstChunk(1), 3, [0, 1, 1, 1]),
+        (FirstChunk(1), 3, [1, 1, 1, 0]),
+        (FirstChunk(5), 7, [5, 1, 1, 0]),
+        (FirstChunk(5), 3, [3, 0, 0, 0]),
         (FirstChunk(0), 10, [0, 4, 3, 3]),
-        (FirstChunk(2), 7, [1, 2, 2, 2]),
+        (FirstChunk(2), 7, [2, 2, 2, 1]),
         (Weighted((1, 0, 2, 2)), 10, [2, 0, 4, 4]),
         (Weighted((1, 0, 2, 2)), 3, [1, 0, 1, 1]),
         (Weighted((0.1, 0.2, 0.3, 0.4)), 10, [1, 2, 3, 4]),
@@ -61,12 +63,6 @@ def test_one_part_takes_the_whole_batch_whatever_the_first_chunk() -> None:
 def test_options_that_cannot_be_honoured_are_refused(policy: Policy, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy.verify(2, "dp")
-
-
-def test_a_first_chunk_above_the_even_share_is_refused() -> None:
-    FirstChunk(4).verify_batch(8, 2, "dp")
-    with pytest.raises(ConfigError, match=r"gpu0_chunk=5 is larger than an even share: 8 samples // 2 devices = 4"):
-        FirstChunk(5).verify_batch(8, 2, "dp")
 
 
 @pytest.mark.parametrize(
