@@ -24,7 +24,7 @@ from .exact.loss_reader import LossReader
 from .exact.verifier import Views, find_evaluated, verified
 from .layout import Layout, drop_layout, evaluation_step
 from .losses import weighs_in_loop
-from .run_structures import RunStructures
+from .run_structures import RunStructures, dataloader_index
 from .whole.gathering import gathered
 from .whole.whole_steps import OrWhole, WholeSteps
 
@@ -183,7 +183,11 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
-        find_evaluated(self, Views(ranks=False, chunks=self.layout.cuts_evaluation(step)), whole=self.whole, args=args)
+        assert self.lightning_module is not None
+        views = Views(ranks=False, chunks=self.layout.cuts_evaluation(step))
+        loader = dataloader_index(self.lightning_module.trainer, args[1:])
+        with self.whole.where_needed(step):
+            find_evaluated(self, views, step, loader, self.whole.allowed, args=args)
         with context():
             return self.whole.run(step, partial(self.layout.step, step, *args, **kwargs))
 

@@ -1,20 +1,23 @@
-"""Read a few samples by index, and collate them to batches of any size."""
+"""Make batches of any size of a few samples: read by index and collated, or cut from the first batch of a stream."""
 
 import copy
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.rng import random_state, swapped_random_state
-from ..core.types import Batch, Device
+from ..core.types import Batch, Chunk, Device
 
 
 def loaders_in(loader: Any) -> list[Any]:
@@ -23,7 +26,7 @@ def loaders_in(loader: Any) -> list[Any]:
 
 
 class FewSamples:
-    """Some samples of each loader of a loop, spread over its dataset.
+    """Some samples of each loader of a loop, spread over its dataset; of a stream, of its first batch.
 
     Args:
         loop: that reads the loaders.
@@ -33,6 +36,7 @@ class FewSamples:
 
     Attributes:
         num: samples of each loader that were read.
+        unclear: why a part of these batches may not be what a step takes it for; None of samples read by index.
 
     Raises:
         TypeError: samples can't be chosen; says why.
@@ -42,15 +46,29 @@ class FewSamples:
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
         loaders = chosen_loaders(self._combined, loader)
+        first, self.unclear = getattr(loaders[0], "first_batch", None) if len(loaders) == 1 else None, None
+        if first is not None and not repeats:
+            structure = loaders[0].structure
+            total = structure.num_samples(first) or 0
+            self.num, self.unclear = min(most, total), structure.unclear
+            # the run's own step gets it, too, perhaps where there are no graphs
+            first = apply_to_collection(first, Tensor, Tensor.clone)
+            self._makes: list[Callable[[int, int], Batch]] = [partial(chunk, structure.split, first, total=total)]
+            return
+        for one in loaders:
+            if not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
+                raise TypeError("a stream")
+            if one.batch_sampler is None:
+                raise TypeError("a dataset of batches")
         self.num = most if repeats else min([most, *(len(one.dataset) for one in loaders)])
         with seeded(1):
-            self._samples = [(one, _spread(one.dataset, self.num)) for one in loaders]
+            self._makes = [partial(_collated, one, _spread(one.dataset, self.num)) for one in loaders]
 
     def batch(self, i: int, j: int, device: Device) -> Batch:
         """The batch of the samples from i to j, as the step gets it."""
         module = self._module
         with seeded(1):
-            batches = [one.collate_fn(copy.deepcopy(samples[i:j])) for one, samples in self._samples]
+            batches = [make(i, j) for make in self._makes]
             batch = tree_unflatten(batches, self._combined._spec) if len(batches) > 1 else batches[0]
             batch = module.trainer.precision_plugin.convert_input(batch)
             batch = module._on_before_batch_transfer(batch, dataloader_idx=self._loader)
@@ -58,20 +76,18 @@ class FewSamples:
 
 
 def chosen_loaders(combined: Any, loader: int = 0) -> list[Any]:
-    """The loaders whose samples make a batch.
-
-    Raises:
-        TypeError: samples can't be chosen from one; says why.
-    """
+    """The loaders whose samples make a batch."""
     loaders = combined._flattened
-    if combined._mode == "sequential":
-        loaders = loaders[loader : loader + 1]
-    for one in loaders:
-        if not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
-            raise TypeError("a stream")
-        if one.batch_sampler is None:
-            raise TypeError("a dataset of batches")
-    return loaders
+    return loaders[loader : loader + 1] if combined._mode == "sequential" else loaders
+
+
+def chunk(split: Callable[..., Sequence[Chunk]], whole: Batch, i: int, j: int, total: int) -> Chunk:
+    """The samples from i to j of a batch; what cuts itself may leave out a chunk without samples."""
+    return split(whole, [n for n in (i, j - i, total - j) if n])[bool(i)] if j - i < total else whole
+
+
+def _collated(loader: Any, samples: list[Any], i: int, j: int) -> Batch:
+    return loader.collate_fn(copy.deepcopy(samples[i:j]))
 
 
 def _spread(dataset: Any, num: int) -> list[Any]:

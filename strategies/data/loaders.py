@@ -49,7 +49,7 @@ class RankLoaders:
         in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
         num_together: ranks among which a global batch is computed, where each of them reads all of it.
-        evaluated: returns the loaders that are evaluated, combined.
+        is_whole: whether the first rank takes the batches of such loaders whole, see `RankBatches`.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class RankLoaders:
     in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
     num_together: int = 0
-    evaluated: Callable[[], CombinedLoader | None] = lambda: None
+    is_whole: Callable[[LoaderRole], bool | None] = lambda role: False if role == "evaluate" else None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make the loader of this rank's batches from the user's, which is not changed.
@@ -95,7 +95,8 @@ class RankLoaders:
             cut = self._divide(role)
         else:
             cut = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
-        return self._cut(loader, cut, self._joins(role), self._whole(role))
+        is_whole = partial(self.is_whole, role) if role == "evaluate" else None
+        return self._cut(loader, cut, self._joins(role), is_whole)
 
     def tell(self, combined: CombinedLoader | None) -> None:
         """Log how a full global batch is made up: a product or, if uneven, a sum."""
@@ -139,12 +140,8 @@ class RankLoaders:
         self.divides.append(Divide(self.policy, smallest=self.smallest))
         return self.divides[-1]
 
-    def _whole(self, role: LoaderRole) -> Callable[[], bool] | None:
-        """See `RankBatches.is_whole`."""
-        return (lambda: goes_whole(self.evaluated())) if role == "evaluate" else None
-
     def _cut(
-        self, loader: DataLoader[Any], cut: Cut, joins: bool, is_whole: Callable[[], bool] | None = None
+        self, loader: DataLoader[Any], cut: Cut, joins: bool, is_whole: Callable[[], bool | None] | None = None
     ) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
@@ -166,8 +163,9 @@ class RankLoaders:
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
         joins = self._joins(role)
         if self.batch_size_is == "global":
-            ranks, whole = (self._divide(role), self.rank, self.num_ranks, joins, self.agree), self._whole(role)
-            return Divided(loader, self.strategy, *ranks, whole, structure=self.structure_of(loader))
+            ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
+            is_whole = partial(self.is_whole, role)
+            return Divided(loader, self.strategy, *ranks, is_whole, structure=self.structure_of(loader))
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
         return self._lockstep(loader) if joins else loader
 

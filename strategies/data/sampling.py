@@ -166,7 +166,7 @@ class RankBatches(Sampler[Any]):
         joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
         agree: returns rank 0's random state on all ranks, so that all use the same order.
         is_whole: whether the first rank takes all global batches whole, asked at the beginning of a pass; if not, it
-            takes those that have no sample for some rank. None if ranks take nothing but their parts.
+            takes those that have no sample for some rank, or, where this is None, ranks take nothing but their parts.
     """
 
     units: Iterable[Unit]
@@ -175,7 +175,7 @@ class RankBatches(Sampler[Any]):
     num_ranks: int
     joins: bool
     agree: Agree
-    is_whole: Callable[[], bool] | None = None
+    is_whole: Callable[[], bool | None] | None = None
     passes: Passes = field(default_factory=Passes, init=False)
 
     @override

@@ -84,6 +84,9 @@ class Divided(Stream):
 
     Args:
         joins, agree, is_whole: see `RankBatches`.
+
+    Attributes:
+        first_batch: the global batch, while it is in process that begins a pass.
     """
 
     divide: Divide
@@ -91,13 +94,14 @@ class Divided(Stream):
     num_ranks: int
     joins: bool
     agree: Agree
-    is_whole: Callable[[], bool] | None = None
+    is_whole: Callable[[], bool | None] | None = None
+    first_batch: Batch = field(default=None, init=False)
     _told: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
         self.passes.latest = now = Pass()
         batches = in_one_order(self.loader, self.rank, self.agree)
-        first = next(batches, None)
+        self.first_batch = first = next(batches, None)
         self._verify_same(first)
         is_whole = self.num_ranks == 1 or (self.is_whole and self.is_whole())
         for step, batch in enumerate(() if first is None else chain([first], batches)):
@@ -117,6 +121,7 @@ class Divided(Stream):
             if sizes[self.rank]:
                 now.positions.append(step * self.num_ranks + self.rank)
             yield own
+            self.first_batch = None
 
     def _part(self, batch: Batch, sizes: list[int]) -> Batch | None:
         """This rank's part of a batch, or samples to stand in for it; None if the batch is better left whole."""

@@ -21,16 +21,20 @@ from ..batch.exact.plans import Plan
 from ..batch.exact.verifier import Views, find_evaluated, verified
 from ..batch.layout import SingleLayout
 from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
+from ..batch.run_structures import num_evaluated
+from ..batch.samples import chosen_loaders
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
+from ..batch.whole.whole_steps import WholeSteps
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
-from ..core.patching import replaced
+from ..core.patching import Replacement, replaced
 from ..core.rng import random_state, set_random_state
 from ..core.types import Batch
 from ..core.untraced_step import untraced_step
-from ..data.loaders import positions
+from ..data.loaders import LoaderRole, goes_whole, positions
 from ..data.shares import RankShares, verify_side_by_side
+from ..data.streams import Divided
 from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
 from ..distributed.objects import broadcast_object, gather_objects
@@ -54,6 +58,8 @@ class RankStep(StepContract):
         shares: this rank's share of the current batch.
         metrics: computes the values of metrics over all ranks in a run.
         evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
+        whole: the steps whose batches the first rank computes.
+        looked_at: the loop of an evaluation that has begun, whose batches show what a step makes of parts.
     """
 
     def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
@@ -64,7 +70,9 @@ class RankStep(StepContract):
         self.shares = RankShares(1, strategy.strategy_name)
         self._rows = BatchRows(strategy)
         self.metrics = RunMetrics()
+        self.whole = WholeSteps()
         self._evaluation_loop: Any = None
+        self.looked_at: Any = None
         self._num_evaluated: Counter[int] = Counter()
         self.evaluated = 0, 0
         self._trainer: pl.Trainer
@@ -79,6 +87,8 @@ class RankStep(StepContract):
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
+        self.whole = WholeSteps(name, "on the first rank", self._strategy.whole_steps.allowed)
+        self.looked_at = None
         self._was_early = False
         weighs = weighs_in_loop(trainer)
         self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
@@ -236,15 +246,19 @@ class RankStep(StepContract):
             if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
                 set_random_state(before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
-            takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-            self._verify((None, 0) if takes_index else (None,), again)
+            if not self._is_verified:  # of a stream that was read
+                self._verify((), again)
 
-    def _verify(self, args: Sequence[Any], again: bool = False) -> None:
-        """Find out before the first step by what losses divide, on rank 0 for all."""
+    def _verify(self, args: Sequence[Any], again: bool = False, views: Views | None = None) -> None:
+        """Find out by what losses divide, on rank 0 for all: in the first step, or before with no `args`."""
         strategy = self._strategy
+        takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+        args = args or (None, *(0,) * takes_index)
         self._is_verified = True
-        views = Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
-        is_first = strategy.global_rank == 0
+        views, is_first = (
+            views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by)),
+            strategy.global_rank == 0,
+        )
         found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
         if found.failed and again:
             self._is_verified = False
@@ -295,16 +309,66 @@ class RankStep(StepContract):
             getattr(self._module, step)(*args, **kwargs)
         return None
 
-    def find_values(self) -> None:
-        """Find out before an evaluation how what it logs follows from parts, on rank 0 for all where it can."""
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, whose step is looked at once the hooks of its epoch's start have run."""
+        loop = self._evaluation_loop
+
+        def begin(call_hooks: Callable[[], Any]) -> None:
+            starts.remove()
+            call_hooks()
+            known, self.looked_at = set(self.whole.names), loop
+            self.is_whole("evaluate")
+            has_begun = loop._data_fetcher.length is None or any(
+                getattr(one, "num_workers", 0) for one in loop._combined_loader.flattened
+            )
+            if has_begun and self.whole.names != known:
+                loop.reset()  # the first batches were read in parts
+
+        starts = Replacement(loop, "_on_evaluation_epoch_start", begin)
+
+    def is_whole(self, role: LoaderRole) -> bool | None:
+        """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
+        trainer = self._strategy.trainer
+        if role == "train":
+            if not self._is_verified and self._strategy.world_size > 1:
+                self._settle("training_step", None, partial(self._verify, (), True))
+            return "training_step" in self.whole.names or None
+        predicts = role == "predict"
+        step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
+        loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
+        if loop is trainer._active_loop and (predicts or loop is self.looked_at):
+            for loader in range(num_evaluated(loop)):
+                streams = [one for one in chosen_loaders(loop._combined_loader, loader) if isinstance(one, Divided)]
+                if all(one.first_batch is not None for one in streams):
+                    self._settle(step, loop, partial(self._find, step, loader))
+        return step in self.whole.names or (None if predicts else goes_whole(loop._combined_loader))
+
+    def _find(self, step: str, loader: int, views: Views) -> None:
+        """Find how what a step of evaluation logs follows from parts, on rank 0 for all where it can."""
         strategy = self._strategy
-        step = "test_step" if self._trainer.testing else "validation_step"
-        views = Views(strategy.world_size > 1, strategy.layout.cuts_evaluation(step))
+        find = partial(find_evaluated, strategy, views, step, loader, self.whole.allowed)
         if strategy.sync.evaluates_together:
-            strategy.sync.evaluate(partial(find_evaluated, strategy, views, together=True))
+            strategy.sync.evaluate(partial(find, together=True))
         else:
-            is_first, whole = strategy.global_rank == 0, strategy.whole_steps if views.chunks else None
-            find_evaluated(strategy, views, broadcast_object, is_first, whole=whole)
+            find(broadcast_object, strategy.global_rank == 0)
+
+    def _settle(self, step: str, evaluation: Any, find: Callable[[Views], None]) -> None:
+        """Find how parts of a step's batches make these; what they don't make gets whole ones, of ranks or chunks."""
+        strategy, trains = self._strategy, evaluation is None
+        is_whole = not trains and step != "predict_step" and goes_whole(evaluation._combined_loader)
+        while True:
+            chunks = bool(strategy.layout.cut_by) if trains else strategy.layout.cuts_evaluation(step)
+            views = Views(strategy.world_size > 1 and not is_whole and step not in self.whole.names, chunks)
+            if not any(views):
+                return
+            try:
+                find(views)
+            except PartsDiffer as exc:
+                (strategy.whole_steps if exc.in_chunks or not views.ranks else self.whole).take(step, exc)
+                if exc.plans and trains and weighs_in_loop(self._trainer):
+                    self.reader.take(exc.plans[0], self._module)
+            else:
+                return
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:

@@ -480,7 +480,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.strategy_name, self._read_as, self.world_size, self.batch_size_is, self.broadcast,
                 self.group.sum_beside, self.balance.policy, 1 + needs_two_samples(self.module),
                 self.structures.of_stream, self.sync.evaluates_together,
-                evaluated=lambda: self.trainer._evaluation_loop._combined_loader,
+                is_whole=self.contract.is_whole,
             )  # fmt: skip
         return self._loaders
 
@@ -550,9 +550,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
         # numbers of batches
         self.sync.sync_buffers()
         self.layout.weights_changed()
-        self.contract.find_values()
+        self.contract.begin_evaluation()
 
     on_test_start = on_validation_start
+
+    @override
+    def on_validation_end(self) -> None:
+        self.contract.looked_at = None
 
     @override
     def on_predict_end(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from late_device import needs_late_device
 
-from .cases import Batches, Case, Loading, Optimization, Options, Returns, Spread, brief
+from .cases import Batches, Case, Loading, Log, Net, Optimization, Options, Returns, Spread, brief
 from .draw import CASES, SPREADS
 from .hunting import Hunt
 from .observe import observe_on_late_devices
@@ -188,6 +188,33 @@ def test_a_first_chunk_may_be_larger_than_an_even_share(hunt: Hunt) -> None:
     # It was refused, of what dp trains rightly.
     spread = Spread("balanced_dp", 3, (("gpu0_chunk", 1),))
     verdict = hunt.judge(Case(loading=Loading(batch_size=2)), spread)
+    assert verdict.word == "equal", verdict.reason
+
+
+CONSTANT = (Log(where="eval", batch_size="constant"),)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("case", "replicas"),
+    [
+        # an evaluation was compared before the hooks of its epoch's start, which this metric needs
+        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT), 1),
+        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT), 2),
+        # parts of streams were not compared, so that what the convention cuts wrongly was cut
+        (Case(batches=Batches(extras=("unlabelled",)), loading=Loading(kind="iterable_unsized", batch_size=2)), 1),
+        (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable", batch_size=2)), 1),
+        (Case(batches=Batches(extras=("flat",)), loading=Loading(eval_kind="iterable")), 2),
+        (Case(batches=Batches(extras=("vector4",)), loading=Loading(eval_kind="iterable", eval_num=8)), 1),
+        # nor was it known of a stream what the `batch_size` is that an evaluation logs
+        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT, loading=Loading(eval_kind="iterable")), 1),
+    ],
+    ids=["hooks", "hooks and replicas", "two tensors", "two of two", "chunks", "a vector", "a constant"],
+)
+def test_what_is_compared_on_the_first_batch_is_exact_under_ddp(case: Case, replicas: int, hunt: Hunt) -> None:
+    more = (("devices_per_process", 2),) * (replicas > 1)
+    spread = Spread("ddp", 2 * replicas, (("batch_size_is", "global"), ("timeout_s", 6), *more))
+    verdict = hunt.judge(case, spread)
     assert verdict.word == "equal", verdict.reason
 
 

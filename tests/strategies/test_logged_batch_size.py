@@ -151,3 +151,33 @@ def test_batches_of_two_loaders_count_by_the_first_as_in_lightning(mode: Any) ->
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     (found,) = trainer.validate(LogsPairs(), CombinedLoader(loaders, mode), verbose=False)
     assert found["value"] == pytest.approx((4 * 51.5 + 4 * 255.5 + 408) / 9)
+
+
+class LogsMedians(pl.LightningModule):
+    """Logs what parts of a batch don't make, and needs the hook of the epoch's start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.has_begun = False
+
+    def on_validation_epoch_start(self) -> None:
+        self.has_begun = True
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert self.has_begun
+        self.log("median", batch.median().double(), batch_size=len(batch))
+
+
+def _validate_medians(num_workers: int) -> float:
+    warnings.simplefilter("ignore")
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=60)
+    trainer = Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False, enable_progress_bar=False)
+    loader: Any = DataLoader(range(8), 5, num_workers=num_workers)  # type: ignore[arg-type]
+    return trainer.validate(LogsMedians(), loader, verbose=False)[0]["median"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_first_rank_evaluates_whole_batches_where_parts_do_not_make_what_is_logged(num_workers: int) -> None:
+    # of 0 to 4 the median is 2, of 5 to 7 it is 6; workers had read the first batches in parts by then
+    assert run_ranks(_validate_medians, 2, num_workers) == [pytest.approx((5 * 2 + 3 * 6) / 8)] * 2

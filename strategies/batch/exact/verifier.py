@@ -35,12 +35,11 @@ from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..losses import is_loss, join_evaluated
 from ..results import ResultStructure
-from ..run_structures import dataloader_index, num_evaluated, parts_are_equal
-from ..samples import FewSamples
+from ..run_structures import num_evaluated, parts_are_equal
+from ..samples import FewSamples, chunk
 from ..structure import BatchStructure
 from ..tree import walk
 from ..whole.over_batch import end_of_step
-from ..whole.whole_steps import WholeSteps
 from .module_state import unlike
 from .plans import OF_SAMPLES, Part, Plan, proposals
 from .trial import Cannot, MakesBatch, Ran, Trial
@@ -146,7 +145,7 @@ class Verifier:
                     if total < 2:
                         raise Cannot("its first batch has a single sample")
                     self._compare(total, piece, verdict)
-                    if verdict.refusal:
+                    if verdict.refusal or (verdict.unlike and not self._trains):
                         break
         except PartsDiffer as exc:
             verdict.refusal = str(exc)
@@ -162,7 +161,7 @@ class Verifier:
         if fewer:  # now that the error holds no graphs
             self._most //= 2
             return self.verify(batch, views, rest)
-        verdict.in_chunks &= bool(verdict.refusal)
+        verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
         return verdict
 
     def _pieces(self, batch: Batch, views: Views) -> Iterator[tuple[bool, int, MakesBatch]]:
@@ -181,14 +180,16 @@ class Verifier:
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
             total = min(num, self._most)
             whole = batch if total == num else split(batch, [total, num - total])[0]
-            yield False, total, lambda i, j: _chunk(split, whole, i, j, total)
+            yield False, total, lambda i, j: chunk(split, whole, i, j, total)
             return
         total = samples.num
+        if views.ranks and samples.unclear is not None:
+            raise samples.unclear
         if views.ranks:
             yield True, total, lambda i, j: samples.batch(i, j, device)
         if views.chunks:
             whole = samples.batch(0, total, device)
-            yield False, total, lambda i, j: _chunk(split, whole, i, j, total)
+            yield False, total, lambda i, j: chunk(split, whole, i, j, total)
 
     def _runs(self, total: int, piece: MakesBatch) -> tuple[Ran, list[Ran]]:
         """Run a step on samples, whole and in parts; in equal ones if the run has no others (`drop_last=True`)."""
@@ -205,7 +206,7 @@ class Verifier:
                     raise
                 failed = exc
         assert failed is not None
-        if isinstance(failed, PartsDiffer) or (of_ranks and not self._trains):
+        if isinstance(failed, PartsDiffer):
             raise failed
         if of_ranks:  # by which rank it runs, it fails on the whole batch too, and does so in training
             self._trial.run(lambda i, j: piece(0, total), 0, total, 2 * total)
@@ -435,11 +436,6 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _chunk(split: Callable[..., Sequence[Batch]], whole: Batch, i: int, j: int, total: int) -> Batch:
-    """The samples from i to j of a batch; what cuts itself may leave out a chunk without samples."""
-    return split(whole, [n for n in (i, j - i, total - j) if n])[bool(i)] if j - i < total else whole
-
-
 def _gradients(losses: Sequence[Tensor], shares: Sequence[float], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """The sum of the gradients of losses, each times its share."""
     total = [
@@ -556,37 +552,34 @@ def _reading(given: Sequence[tuple[Any, int]]) -> str:
 def find_evaluated(
     strategy: Any,
     views: Views,
+    step: str,
+    loader: int = 0,
+    allowed: bool = False,
     share: Callable[[Any], Any] = lambda found: found,
     is_first: bool = True,
     together: bool = False,
-    whole: WholeSteps | None = None,
     args: Sequence[Any] = (),
 ) -> None:
-    """Find, before the first pass of an evaluation, how what it logs follows from parts; see `verified`.
+    """Find how what a step of evaluation logs follows from parts of a loader's batches; see `verified`.
 
     Args:
-        whole: gives steps whole batches where it doesn't.
-        args: arguments of the step, where each loader is looked at with its first batch; else all are before.
+        allowed: whether the step may get whole batches where it doesn't.
+        args: arguments of the step with the first batch, where samples can't be chosen.
+
+    Raises:
+        PartsDiffer: parts don't make what the whole batch does.
     """
-    whole = whole or WholeSteps()
-    module, values = strategy.lightning_module, strategy.contract.reader.values
-    if not any(views):
+    module, values, verdict = strategy.lightning_module, strategy.contract.reader.values, None
+    if not any(views) or (step, loader) in values.programs:
         return
-    trainer = module.trainer
-    step = "test_step" if trainer.testing else "predict_step" if trainer.predicting else "validation_step"
-    for loader in [dataloader_index(trainer, (*args[1:],))] if args else range(num_evaluated(trainer._active_loop)):
-        if (step, loader) in values.programs or step in whole.names:
-            continue
-        verdict: Verdict | None = None
-        if is_first:
-            structure = strategy.structures.of_batch(trainer, loader)
-            takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
-            names_loader = num_evaluated(trainer._active_loop) > 1
-            batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * names_loader)
-            verdict = Verifier(strategy, structure, step, loader, together).verify(batch, views, rest)
-        found = share(verdict)
-        if found.unlike and whole.allowed and not views.ranks:
-            found.refusal, found.unlike = found.refusal or found.unlike, ""
-        with whole.where_needed(step):
-            _told(found, is_first)
-        values.learn(step, loader, found.programs, found.readings)
+    if is_first:
+        trainer, several = module.trainer, num_evaluated(module.trainer._active_loop) > 1
+        takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
+        batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * several)
+        structure = strategy.structures.of_batch(trainer, loader)
+        verdict = Verifier(strategy, structure, step, loader, together).verify(batch, views, rest)
+    found: Verdict = share(verdict)
+    if found.unlike and allowed:
+        found.refusal, found.unlike = found.refusal or found.unlike, ""
+    _told(found, is_first)
+    values.learn(step, loader, found.programs, found.readings)

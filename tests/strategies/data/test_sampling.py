@@ -22,7 +22,7 @@ from torch.utils.data import (
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, seed_rank, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
 from evener.strategies.data.shares import RankShares
 
@@ -289,8 +289,8 @@ def test_random_samplers_take_rank_0s_order() -> None:
 def evaluated(rank: int, mode: str, *loaders: Any) -> list[list[list[int]]]:
     """The samples of each loader in the steps of a rank of 2 that evaluates them combined."""
     ranks = rank_loaders(rank, 2, "global")
+    ranks.is_whole = lambda role: goes_whole(combined)
     combined = CombinedLoader([ranks.process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
-    ranks.evaluated = lambda: combined
     return [[[] if one is None else one.tolist() for one in batches] for batches, *_ in combined]
 
 
