@@ -24,7 +24,6 @@ from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from ._store_watch import RANK_FAILED
 from .process_exit import give_up_groups, leave_group
-from .reduction import all_reduce
 from .signed_store import secret_check, signed
 from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store
 
@@ -217,7 +216,7 @@ class RankGroup:
             total = local.detach().to(device, dtype, copy=True)
         else:
             total = scalar(local, device, dtype)
-        all_reduce(total)
+        dist.all_reduce(total)
         return total / dist.get_world_size()
 
     def wait(self, name: str) -> None:

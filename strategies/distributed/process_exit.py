@@ -3,10 +3,8 @@
 import atexit
 import ctypes
 import gc
-import importlib
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import stat
@@ -14,25 +12,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
-from functools import cache
-from numbers import Number
 from pathlib import Path
-from types import FrameType, MethodType
+from types import FrameType
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
-from fsspec.core import url_to_fs
-from lightning_fabric.accelerators import XLAAccelerator
-from lightning_fabric.utilities import registry
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from torchmetrics import Metric
 
-from ..core.patching import replaced
 from ._store_watch import PEER_LOST, RANK_FAILED
 from .store import forget_stores, leave_store
 
@@ -312,38 +302,16 @@ def forking() -> Generator[None]:
     """Fork processes inside the block that share the memory of this one, and don't wait for its threads.
 
     A garbage collection writes to every object, so that each process would copy all memory that it shares with this
-    one: what exists now is kept out of collections, in forked processes for good. What each would look up in the files
-    of installed packages, such as Lightning's trainer the callbacks to add, is looked up here.
+    one: what exists now is kept out of collections, in forked processes for good.
     """
     release_openmp()
-    _do_first_time()
-    entry_points = cache(registry.entry_points)
-    entry_points(group="pytorch_lightning.callbacks_factory")
     others = _is_frozen_for_good or gc.get_freeze_count()  # kept out by whoever called: only all can be given back
     gc.freeze()
     try:
-        with replaced(registry, "entry_points", entry_points):
-            yield
+        yield
     finally:
         if not others:
             gc.unfreeze()
-
-
-def _do_first_time() -> None:
-    """Do here what imports modules or is looked up when each rank does it for a first time: log, read, open a path."""
-    value = torch.zeros((), device="cpu")
-    results: Any = _ResultCollection(training=True)
-    results.log("", "", value)
-    _ = [issubclass(kind, Metric) for kind in (torch.Tensor, MethodType)]  # abstract classes keep the answers
-    _ = [issubclass(a, b) for a in (int, list, tuple, torch.Tensor) for b in (Iterable, Mapping, Number, Sequence)]
-    XLAAccelerator.is_available()
-    if rules := sys.modules.get("torch._dynamo.trace_rules"):  # as a new process group does
-        rules.clear_lru_cache()
-    with torch.profiler.record_function(""):
-        pass
-    pickle.loads(pickle.dumps(value))
-    url_to_fs(os.devnull)
-    importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")
 
 
 def release_openmp() -> None:

@@ -10,11 +10,6 @@ from torch import Tensor
 from ..core.devices import precise_dtype
 
 
-def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-    """Reduce a tensor, of one shape and type on all ranks, in place."""
-    dist.all_reduce(tensor, op, group)
-
-
 def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
     """Reduce a tensor over the ranks, in place unless it becomes a mean of integers; other values are returned."""
     if not isinstance(tensor, Tensor) or not dist.is_initialized():

@@ -20,7 +20,7 @@ from ..core.errors import ConfigError
 from ..core.internals import callbacks_of
 from ..core.module_checks import verify_unscripted
 from ..core.patching import Replacement, replaced
-from ..distributed.reduction import all_reduce, reduce_tensor
+from ..distributed.reduction import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
 from ..sharding.deferred import DeferredTensors
@@ -181,7 +181,7 @@ class ShardSync(GradientSync):
         self.shards.finish_backward()
         if not self._reduces:
             return
-        self.shards.reduce_scalars(all_reduce)
+        self.shards.reduce_scalars()
         if self._finds_unused or not self._strategy.module.automatic_optimization:
             self._take_away_zeros(self.shards)
         elif unused := self.shards.take_unused():

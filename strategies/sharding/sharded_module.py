@@ -306,7 +306,7 @@ class ShardedModule:
         self._root.unshard()
 
     @torch.no_grad()
-    def reduce_scalars(self, all_reduce: Callable[[Tensor], None]) -> None:
+    def reduce_scalars(self) -> None:
         """Average the gradients of the parameters that every rank has whole; one that no rank has used has none."""
         trained = [parameter for parameter in self._scalars if parameter.requires_grad]
         if not trained:
@@ -314,7 +314,7 @@ class ShardedModule:
         own = [p.new_zeros((), dtype=torch.float64) if p.grad is None else p.grad.double() for p in trained]
         used = own[0].new_tensor([p.grad is not None for p in trained])
         sums = torch.cat([torch.stack(own), used])
-        all_reduce(sums)
+        dist.all_reduce(sums)
         for i, parameter in enumerate(trained):
             if parameter.grad is not None or sums[len(trained) + i]:
                 parameter.grad = (sums[i] / dist.get_world_size()).to(parameter.dtype)

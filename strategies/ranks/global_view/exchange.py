@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...distributed.reduction import all_reduce, gather_unequal
+from ...distributed.reduction import gather_unequal
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Exchange:
     def sum(self, local: Tensor) -> Tensor:
         """Sum a tensor, whose memory nobody else uses, over the ranks."""
         total = local.contiguous()
-        all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        torch.distributed.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
         return total
 
     def gather(self, local: Tensor, cut: "Cut") -> Tensor:
