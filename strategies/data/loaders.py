@@ -105,10 +105,9 @@ class RankLoaders:
             return
         divided, num = self.batch_size_is == "global", self.num_together or self.num_ranks
         parts = self.policy.sizes(size, num) if divided else [size] * num
-        if len(set(parts)) == 1:
-            rank_zero_info(f"global batch {sum(parts)} = {len(parts)} ranks × {parts[0]} samples")
-        else:
-            rank_zero_info(f"global batch {sum(parts)} = {' + '.join(map(str, parts))} samples on {len(parts)} ranks")
+        uneven = f"{' + '.join(map(str, parts))} samples on {len(parts)} ranks"
+        made_up = uneven if len(set(parts)) > 1 else f"{len(parts)} ranks × {parts[0]} samples"
+        rank_zero_info(f"global batch {sum(parts)} = {made_up}")
 
     def change_policy(self, policy: Policy, at: int) -> None:
         """Divide training batches by another policy, from a global batch on; see `Divide.change`."""

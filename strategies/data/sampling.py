@@ -48,8 +48,6 @@ class Pass:
     """Of the batches that nobody has taken the share of yet; the consumer takes them from the left."""
     positions: list[int] = field(default_factory=list[int])
     """Of each batch with samples among all ranks' parts."""
-    first_samples: list[int] = field(default_factory=list[int])
-    """Places of the first sample of each batch in the order of all samples."""
 
 
 class Passes:
@@ -180,6 +178,10 @@ class RankBatches(Sampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Unit]:
+        return (unit for _, unit in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, Unit]]:
+        """Yield this rank's parts, each with the place of its first sample in the order of all samples."""
         self.passes.latest = now = Pass()
         rank, nums, share = self.rank, list[int](), Share(0, 0)
         start = before = total = 0
@@ -197,8 +199,7 @@ class RankBatches(Sampler[Any]):
             now.shares.append(share)
             if share.num:
                 now.positions.append(step * self.num_ranks + rank)
-            now.first_samples.append(first)
-            yield parts[rank] if share.num else _stand_in(parts)
+            yield first, parts[rank] if share.num else _stand_in(parts)
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""

@@ -9,7 +9,8 @@ own, derived from the epoch's seed, the rank and the batch's index.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -245,7 +246,8 @@ class ResumableLoader(Resumable):
         """
         if isinstance(self.dataset, IterableDataset):
             return enumerate(base) if self.num_workers else iter(base)
-        ordered = base if isinstance(base, RankBatches) else in_one_order(base, 0, lambda value: value)
+        is_cut = isinstance(base, RankBatches)
+        ordered = base if is_cut else in_one_order(base, 0, lambda value: value)
 
         def skip(units: Iterator[Any]) -> Iterator[Any]:
             # Take one more, so that a sampler which draws its order at the first index has done so.
@@ -253,7 +255,8 @@ class ResumableLoader(Resumable):
             _drop_shares(base, self._position)
             return chain(head, units)
 
-        return self._begun(lambda: _numbered(base, iter(ordered)) if self.num_workers else iter(ordered), skip)
+        placed = base.placed if is_cut else partial(_placed, ordered)
+        return self._begun(placed if self.num_workers else partial(iter, ordered), skip)
 
     def _generators(self) -> list[Generator]:
         units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
@@ -299,11 +302,9 @@ def _drop_shares(source: Any, num: int) -> None:
         shares.popleft()
 
 
-def _numbered(base: Any, units: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-    """Give each batch the place of its first sample in the order of the epoch."""
-    num_before, now = 0, None
-    for number, unit in enumerate(units):
-        if isinstance(base, RankBatches):
-            now = now or base.passes.latest  # this one; somebody else may begin another later
-        yield num_before if now is None else now.first_samples[number], unit
-        num_before += num_samples(unit)
+def _placed(units: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the batches of one device as `RankBatches.placed` yields those of a rank."""
+    place = 0
+    for unit in units:
+        yield place, unit
+        place += num_samples(unit)

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ...strategies.core.devices import flat_bytes
-from ...strategies.core.files import was_left
 from ...strategies.distributed.store import RankError
 from ...strategies.sharding.placed import PLACE, Entry, Placed
 
@@ -188,13 +188,12 @@ def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, nu
 
 
 def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
-    digest, crc = hashlib.sha256(), 0
+    if isinstance(expected, int):
+        return expected == reduce(lambda crc, block: zlib.crc32(block, crc), found, 0)
+    digest = hashlib.sha256()
     for block in found:
-        if isinstance(expected, int):
-            crc = zlib.crc32(block, crc)
-        else:
-            digest.update(block)
-    return expected == (crc if isinstance(expected, int) else digest.digest())
+        digest.update(block)
+    return expected == digest.digest()
 
 
 def _blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
@@ -203,12 +202,3 @@ def _blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
     while left and (block := file.read(min(_BLOCK, left))):
         left -= len(block)
         yield block
-
-
-def remove_leftovers(directory: Path, used: set[str]) -> None:
-    """Remove the files of tensors that killed processes of this machine left without a checkpoint."""
-    for path in directory.glob(f"{PREFIX}*"):
-        host, _, pid = path.name.removeprefix(PREFIX).rpartition("-")[0].rpartition("-")
-        if host == socket.gethostname() and path.name not in used and was_left(pid):
-            with suppress(OSError):
-                path.unlink()

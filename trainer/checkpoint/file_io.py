@@ -27,7 +27,6 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
 from ._tensor_files import FILE, PREFIX, SHARDS, verify_rows, with_tensors
-from ._tensor_files import remove_leftovers as remove_shards
 
 logger = logging.getLogger(__name__)
 
@@ -224,9 +223,11 @@ def is_good(path: str | Path) -> bool:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files that killed processes of this machine left in a directory."""
-    for path in directory.glob(f".*{SUFFIX}.{socket.gethostname()}-*.tmp"):
-        if was_left(path.stem.rpartition("-")[2]):
+    """Remove temporary files, and shards of no checkpoint, that killed processes of this machine left."""
+    host, used = re.escape(socket.gethostname()), _shard_files(directory)
+    names = re.compile(rf"\..*{re.escape(SUFFIX)}\.{host}-(?P<a>\d+)\.tmp|{PREFIX}{host}-(?P<b>\d+)-\d+")
+    for path in directory.glob("*"):
+        found = names.fullmatch(path.name)
+        if found and path not in used and was_left(found["a"] or found["b"]):
             with suppress(OSError):
                 path.unlink()
-    remove_shards(directory, {path.name for path in _shard_files(directory) if path is not None})
