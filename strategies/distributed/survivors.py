@@ -273,14 +273,14 @@ class Survivor:
             while PEER_LOST.is_set():
                 with self._lock:
                     if PEER_LOST.is_set():
-                        _cut(sockets().difference(self._kept))
+                        _cut(fd for number, fd in sockets().items() if number not in self._kept)
                 time.sleep(0.02)
 
     def keep_connections(self, connect: Callable[[], object] = lambda: None) -> None:
         """Connect, and cut none of the connections that there are then where a rank is lost; a group's come later."""
         with self._lock:
             connect()
-            self._kept = sockets()
+            self._kept = set(sockets())
 
     def arm(self, is_armed: bool = True) -> None:
         """Tell whether this rank can go on without others."""
@@ -338,7 +338,7 @@ class Survivor:
             self.group += 1
             with self._lock:
                 PEER_LOST.clear()
-                self._kept = sockets()
+                self._kept = set(sockets())
             members = board.ranks(_IS_MEMBER)
             if not any(board.get(rank, _DEAD) for rank in members):
                 break
@@ -399,15 +399,15 @@ class Connecting(metaclass=_Connecting):
     """
 
 
-def sockets() -> set[int]:
-    """The descriptors of this process's internet sockets."""
-    found = set[int]()
-    for name in os.listdir("/dev/fd"):
+def sockets() -> dict[int, int]:
+    """The descriptors of this process's internet sockets, by the kernel's numbers, of which none is used again."""
+    found = dict[int, int]()
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:
+            if stat.S_ISSOCK((about := os.fstat(descriptor)).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6):
-                        found.add(int(name))
+                        found[about.st_ino] = descriptor
     return found
 
 

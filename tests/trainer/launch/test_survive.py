@@ -1,6 +1,8 @@
 """Ranks go on without one that dies: a short form of `benchmarks/goodput.py`, and what is refused."""
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -16,7 +18,7 @@ from evener.strategies import ConfigError
 from evener.strategies.distributed import survivors
 from evener.strategies.distributed._store_watch import PEER_LOST
 from evener.strategies.distributed.store import RankError
-from evener.strategies.distributed.survivors import DONE, FORKS, PROCESS, Agent, Board, Connecting
+from evener.strategies.distributed.survivors import DONE, FORKS, PROCESS, Agent, Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -163,6 +165,26 @@ def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
             Connecting(store, 0, 2, timeout=timedelta(seconds=2))
     finally:
         PEER_LOST.clear()
+
+
+def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut() -> None:
+    # gloo closes those of the last group late: the next one's had their numbers, and its ranks waited for the timeout
+    board = Board(2)
+    survivor = Survivor(board, 0)
+    board.arm(0, True)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as kept:
+        closed = socket.create_connection(server.getsockname())
+        survivor.keep_connections()
+        with socket.create_connection(server.getsockname()) as new:
+            os.dup2(new.fileno(), closed.fileno())
+        closed.settimeout(20)
+        try:
+            assert Agent(board).lose(1, [None, -9])
+            assert closed.recv(1) == b""
+            kept.sendall(b".")
+        finally:
+            PEER_LOST.clear()
+            closed.close()
 
 
 def test_the_command_does_not_wait_for_a_rank_that_has_been_waited_for() -> None:
