@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning_fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -133,6 +134,7 @@ class Agreement:
         self._written: list[Digest] = []
         self._num_due = 0
         """Times that the weights are to be compared before anything else happens to them."""
+        self._has_warned = False
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
@@ -171,7 +173,14 @@ class Agreement:
             self._stepped.pop().remove()
         weights = [*self._written, *_digests(module.named_parameters())]
         self._written = []
-        if name := _first_differing(gather_objects(weights)):
+        ranks = gather_objects((weights, [*_digests(_computed_buffers(module))]))
+        if (name := _first_differing([buffers for _, buffers in ranks])) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{self._strategy}: each rank has its own values of the buffer {name}, computed of its samples; rank "
+                "0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
+            )
+        if name := _first_differing([weights for weights, _ in ranks]):
             raise ConfigError(
                 f"{self._strategy}: the ranks have different values of {name}: each has changed it, or its "
                 "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
@@ -185,6 +194,13 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> Iterator[Digest]:
     for name, tensor in named:
         if is_plain(tensor) and tensor.is_floating_point() and tensor.element_size() > 1:
             yield Digest.of(name, tensor)
+
+
+def _computed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers but for the running statistics of batch norm, which may be a rank's own."""
+    for prefix, layer in module.named_modules():
+        if not hasattr(layer, "running_mean"):
+            yield from layer.named_buffers(prefix, recurse=False)
 
 
 def _first_differing(ranks: Sequence[Sequence[Digest]]) -> str | None:

@@ -1,5 +1,6 @@
 """Gradients and weights that each rank has of its own are refused before the first step; the mean of all is trained."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -163,3 +164,37 @@ def test_ranks_that_train_other_parameters_are_refused_and_other_values_become_r
     assert f"{first} net.0.weight (float64, shape (4, 3)), rank 1 trains net.2.weight " in frozen
     torch.testing.assert_close(same, values, rtol=0, atol=0)
     torch.testing.assert_close(values, weights(Net()), rtol=0, atol=0)
+
+
+class Normalized(Net):
+    """The first batch gives the scale of the inputs: of a rank's samples, or of all."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            x = batch[0] if self.way == "own" else self.all_gather(batch[0]).flatten(0, 1)
+            self.scale = x.std(0)
+            self.norm(batch[0])
+
+
+def _warnings_of(way: str) -> list[str]:
+    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_steps=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Normalized(way), DataLoader(Numbered(16), 4))
+    return [str(one.message) for one in caught if "buffer" in str(one.message)]
+
+
+def _warnings_of_all() -> list[list[str]]:
+    return [_warnings_of(way) for way in ("own", "all")]
+
+
+def test_a_buffer_that_each_rank_computes_of_its_samples_is_warned_of_once() -> None:
+    (own, gathered), others = run_ranks(_warnings_of_all, 2, timeout_s=120)
+    assert [message.partition(",")[0] for message in own] == ["ddp: each rank has its own values of the buffer scale"]
+    assert (gathered, others) == ([], [[], []])
