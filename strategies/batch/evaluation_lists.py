@@ -56,6 +56,10 @@ class Added(NamedTuple):
     values: list[Any]
 
 
+Appended: TypeAlias = dict[Path, list[Added]]
+"""What parts have appended, by the path of the list."""
+
+
 @dataclass(eq=False)
 class PartLists:
     """Follows the lists of one copy of a module: an attribute, or in dictionaries, tuples or lists that are one.
@@ -68,7 +72,7 @@ class PartLists:
     """
 
     spaces: Sequence[Space]
-    added: dict[Path, list[Added]] = field(default_factory=dict[Path, list[Added]], init=False)
+    added: Appended = field(default_factory=Appended, init=False)
 
     def begin(self) -> None:
         """Note how long the lists and dictionaries are."""
@@ -154,7 +158,7 @@ class EvaluationLists:
         gather: Callable[[Any], list[Any]] | None = None,
         limit_mb: float = 0.0,
     ) -> None:
-        self._strategy, self._options, self._gather, self._limit_mb = strategy, options or {}, gather, limit_mb
+        self._strategy, self.options, self._gather, self._limit_mb = strategy, options or {}, gather, limit_mb
         self._parts: list[PartLists] = []
         """The root's, and those of the replicas that have run."""
         self._batch: Key = (0, 0)
@@ -237,15 +241,26 @@ class EvaluationLists:
             parts = [part for rank in self._gather(_on_host(parts)) for part in rank]
         every = dict.fromkeys(path for added, entries in parts for path in (*added, *entries))
         for path in every:
-            join = _Join(self._strategy, step, path[1:], self._options.get(f"{step}.{path[1]}"))
-            batches: dict[Key, list[Added]] = {}
-            for one in (one for added, _ in parts for one in added.get(path, ())):
-                batches.setdefault(one.batch, []).append(one)
             with torch.no_grad():
-                if batches:
-                    root.put(path, join.elements([batches[key] for key in sorted(batches)]))
+                if joined := self.joined(step, path, [added for added, _ in parts]):
+                    root.put(path, joined)
                 else:
+                    join = self._join(step, path)
                     root.update(path, join.entries([entries[path] for _, entries in parts if path in entries]))
+
+    def joined(self, step: str, path: Path, parts: Sequence[Appended]) -> list[Any]:
+        """Join what parts of batches have appended to a list.
+
+        Raises:
+            ConfigError: it isn't known how.
+        """
+        batches: dict[Key, list[Added]] = {}
+        for one in (one for added in parts for one in added.get(path, ())):
+            batches.setdefault(one.batch, []).append(one)
+        return self._join(step, path).elements([batches[key] for key in sorted(batches)])
+
+    def _join(self, step: str, path: Path) -> "_Join":
+        return _Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
 
     def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
         """Whether any rank has something to gather; all together not too much."""

@@ -20,6 +20,7 @@ from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, recei
 from ...core.patching import Replacement, hooks_of
 from ...core.types import Batch
 from ...core.untraced_step import trial_step
+from ..evaluation_lists import Appended, PartLists
 from ..losses import is_loss, weight_in
 from ..part_metrics import PartMetrics
 from ..results import combine
@@ -50,6 +51,7 @@ class Ran(Seen):
         written: what it has changed in the module, by name.
         given: of the first part, what metrics were given of all.
         output: what it returned.
+        appended: what it has appended to lists of the module.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -58,6 +60,7 @@ class Ran(Seen):
     written: dict[str, Written] = field(default_factory=dict[str, Written])
     given: dict[Any, Any] = field(default_factory=dict[Any, Any])
     output: Any = None
+    appended: Appended = field(default_factory=Appended)
 
 
 @dataclass
@@ -113,6 +116,8 @@ class Trial:
                 here().tape.log(name, value, options.get("batch_size"))
 
         def run(batch: Batch) -> None:
+            lists = PartLists([vars(part) for part in lightning_modules(module)])
+            lists.begin()
             with nullcontext() if self.together else _OneRank(), here().tape:
                 output: Any = getattr(module, self.step)(batch, *self.rest)
                 output = ended(module, output) if self.step == "training_step" else output
@@ -121,7 +126,8 @@ class Trial:
                     f"{self.strategy}: {self.step} registers or removes hooks, as each part of a batch would. Register "
                     "them in __init__, setup or on_fit_start."
                 )
-            here().weight, here().output = weight_in(output), output
+            lists.take((0, 0), here().num)
+            here().weight, here().output, here().appended = weight_in(output), output, lists.added
             loss = output.get("loss") if isinstance(output, dict) else output
             if module.automatic_optimization and isinstance(loss, Tensor):
                 here().tape.log(RETURNED, loss)

@@ -124,7 +124,7 @@ class Verifier:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._most = _SAMPLES
+        self._most, self._lists = _SAMPLES, strategy.structures.lists
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
@@ -221,6 +221,7 @@ class Verifier:
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
             self._compare_written([whole, *parts], piece, verdict)
+            self._verify_appended(whole, parts, piece)
             if self._results is not None and not self._trial.of_ranks:
                 self._verify_returned(self._results, whole, parts, piece)
             return self._compare_values(seen, whole, piece, verdict)
@@ -286,6 +287,21 @@ class Verifier:
                 unknown = [f"{self._name}: {step} returns what parts of a batch don't make. Return rows, or means"]
         if unknown:
             raise PartsDiffer(unknown[0])
+
+    def _verify_appended(self, whole: Ran, parts: Sequence[Ran], piece: MakesBatch) -> None:
+        """Refuse parts of which what they append to a list doesn't make what the whole batch does, if not random."""
+        step, parameters = self._trial.step, _small_parameters(self._module)
+        for path, (added,) in whole.appended.items():
+            if f"{step}.{path[1]}" in self._lists.options:  # the user's word
+                continue
+            try:
+                joined = self._lists.joined(step, path, [part.appended for part in parts])
+            except ConfigError as exc:
+                raise PartsDiffer(str(exc)) from exc
+            if not _are_alike(added.values, joined, [], parameters):
+                (again,) = self._trial.run(piece, 0, whole.num, seed=2)
+                if _are_alike(whole.appended, again.appended, [], parameters):
+                    raise PartsDiffer(f"{self._name}: {step} appends to {path[1]} what parts of a batch don't make")
 
     def _compare_values(self, seen: Comparison, whole: Ran, piece: MakesBatch, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks
 from parity import Case, Net, make_trainer
+from pytorch_lightning.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics.functional import auroc, f1_score, jaccard_index
@@ -180,9 +181,10 @@ def _largest(x: Tensor) -> Tensor:
     return x.amax(0)
 
 
-def test_tensors_that_have_no_rows_of_samples_are_refused_with_the_word_for_them() -> None:
-    with pytest.raises(ConfigError, match=r"validation_step appends to outs .* 4 rows in parts of 3 and 1 .*outs: sum"):
-        _fit(_largest, DataParallelStrategy)
+def test_tensors_that_have_no_rows_of_samples_are_of_whole_batches_or_refused_with_the_word_for_them() -> None:
+    assert _fit(_largest, DataParallelStrategy) == _fit(_largest, SingleDeviceStrategy, 1)
+    with pytest.raises(ConfigError, match=r"validation_step appends to outs .* 4 rows in parts of .*outs: sum"):
+        _fit(_largest, DataParallelStrategy, global_view=False)
 
 
 def test_declared_sums_of_lists_are_those_of_batches() -> None:
@@ -203,3 +205,31 @@ def test_lists_that_are_larger_than_the_limit_are_refused_in_the_sanity_check() 
     match = r"lists that evaluation steps append to hold 4 MiB over all ranks, and strategy.gather_lists_mb=2 "
     with pytest.raises(RankError, match=match):
         run_ranks(_fit_with_limit, 2)
+
+
+class OfPairs(Net):
+    """Appends the samples of two loaders that are read side by side, one loader's after the other's."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outs.append(torch.cat(batch))
+        self.middles.append(batch[0].double().median())
+
+    def on_validation_epoch_start(self) -> None:
+        self.outs, self.middles = list[Tensor](), list[Tensor]()
+
+
+def _pairs(strategy: str) -> list[Any]:
+    warnings.simplefilter("ignore")
+    own = {"ddp": lambda: DDPStrategy(batch_size_is="global"), "dp": DataParallelStrategy}[strategy]()
+    trainer, module = Trainer(strategy=own, devices=2, accelerator="cpu", logger=False), OfPairs()
+    loaders: Any = CombinedLoader([DataLoader(range(8), 4), DataLoader(range(10, 18), 4)], "max_size")  # type: ignore[arg-type]
+    trainer.validate(module, loaders, verbose=False)
+    return [[one.tolist() for one in module.outs], [float(one) for one in module.middles]]
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_what_steps_append_that_parts_do_not_make_is_of_whole_batches(strategy: str) -> None:
+    # it was joined by parts, 0 1 10 11 2 3 12 13, and medians (the lower of two) were averaged: 0.5 * (0 + 2)
+    expected = [[[0, 1, 2, 3, 10, 11, 12, 13], [4, 5, 6, 7, 14, 15, 16, 17]], [1.0, 5.0]]
+    for found in run_ranks(_pairs, 2, strategy) if strategy == "ddp" else [_pairs(strategy)]:
+        assert found == expected
