@@ -166,14 +166,14 @@ os.register_at_fork(after_in_child=lambda: interrupt_command("while ranks start"
 def interrupt_before_log() -> None:
     """Have a forked rank interrupt the command when it has begun, and has no log yet."""
     if os.environ.get("INTERRUPTED") == "while ranks begin":
-        work = worker.work
+        make_run = worker.Run
 
-        def wait(*args: Any) -> None:
+        def wait(*args: Any) -> Any:
             interrupt_command("while ranks begin")
             time.sleep(2)
-            work(*args)
+            return make_run(*args)
 
-        worker.work = wait
+        vars(worker)["Run"] = wait
 
 
 os.register_at_fork(after_in_child=interrupt_before_log)
