@@ -51,10 +51,11 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", 
 
 @dataclass
 class Heartbeat:
-    """A rank's heartbeat: their number, its finished optimizer steps, and the line of the user's code it is at."""
+    """A rank's heartbeat: their number, its optimizer steps and calls of parts, and the line of the user's code."""
 
     count: int = 0
     step: int = 0
+    calls: int = 0
     place: str = ""
 
 
@@ -63,6 +64,7 @@ class HeartbeatMonitor:
 
     Attributes:
         count_steps: returns the number of optimizer steps that this rank has finished.
+        count_calls: returns the number of calls that ranks make in one order.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class HeartbeatMonitor:
         self.beat_s = max(BEAT_S, num_ranks / BEATS_PER_S)
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
+        self.count_calls: Callable[[], int] = lambda: 0
         self._failed_at = ""
         self._num_beats_here = 0
         self._has_aborted = False
@@ -104,7 +107,7 @@ class HeartbeatMonitor:
                         RANK_FAILED.set()
                 self.beat.count += 1
                 before = (self.beat.step, self.beat.place)
-                self.beat.step = self.count_steps()
+                self.beat.step, self.beat.calls = self.count_steps(), self.count_calls()
                 self.beat.place = self._failed_at or self._place()
                 self._num_beats_here = self._num_beats_here + 1 if before == (self.beat.step, self.beat.place) else 0
                 store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))

@@ -28,6 +28,7 @@ from .signed_store import secret_check, signed
 from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store
 
 _num_runs = 0
+SAME_ORDER = "All ranks must reach the same places in the same order."
 
 
 class RankCoordinator:
@@ -64,11 +65,23 @@ class RankCoordinator:
                 "strategy.timeout_s."
             )
 
-    def wait(self, place: str) -> None:
-        """Wait until all ranks have reached this place; an error names one that has not, or is at another."""
+    def wait(self, place: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
+        """Wait until all ranks have reached this place; an error names one that has not, or is at another.
+
+        Args:
+            rule: what ranks must do, for errors.
+            ahead: number of calls, as `HeartbeatMonitor` counts them, that only a rank can have made that won't come.
+        """
+
+        def verify_behind() -> None:
+            beats = [] if ahead is None else self.heartbeat.beats(self._store)
+            gone = [rank for rank, beat in enumerate(beats) if beat.calls >= (ahead or 0)]
+            if gone and not self._store.check([f"{key}/all"]):  # it has not met this one
+                raise RankError(f"rank {self._rank} waits at {place!r}, but rank {gone[0]} has gone on. {rule}")
+
         self._num_waits += 1
         key, before = f"meeting/{self._num_waits}", f"meeting/{self._num_waits - 2}"
-        places, missing = meet(self._store, key, self._rank, self._num_ranks, place, self._timeout_s)
+        places, missing = meet(self._store, key, self._rank, self._num_ranks, place, self._timeout_s, verify_behind)
         if missing:
             where = "; ".join(f"rank {rank} did not arrive{self.heartbeat.where(rank)}" for rank in missing)
             raise RankError(
@@ -76,10 +89,7 @@ class RankCoordinator:
                 "in collective operations (saving a checkpoint, ending an epoch)."
             )
         if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
-            raise RankError(
-                f"rank {self._rank} waits at {place!r}, but {', '.join(apart)}. All ranks must reach the same places "
-                "in the same order."
-            )
+            raise RankError(f"rank {self._rank} waits at {place!r}, but {', '.join(apart)}. {rule}")
         if self._num_waits > 2:  # all ranks that are here have left the one before the last
             for own in (self._rank, *(() if self._rank else ("all",))):
                 self._store.delete_key(f"{before}/{own}")
@@ -219,10 +229,10 @@ class RankGroup:
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def wait(self, name: str) -> None:
-        """Wait for the other ranks at a place that errors name."""
+    def wait(self, name: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
+        """Wait for the other ranks at a place that errors name; see `RankCoordinator.wait`."""
         if self.coordinator is not None:
-            self.coordinator.wait(name)
+            self.coordinator.wait(name, rule, ahead)
 
     def verify_together(self) -> None:
         """Wait for the other ranks where a line first makes a call for which ranks need each other."""

@@ -1,6 +1,6 @@
 """Reduce the gradients of a module that is cut over the ranks, with torch's FSDP2."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ..core.patching import Replacement, replaced
 from ..distributed.reduction import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
+from ..sharding.call_order import CallOrder
 from ..sharding.deferred import DeferredTensors
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.refusals import DIFFERENTIATED, NUMPY, LateParameters, verify_plain, verify_run, without_values
@@ -93,6 +94,10 @@ class ShardSync(GradientSync):
         strategy.setup_precision_plugin()
         self._at_end.callback(ShardCalls(self._shards, strategy.group.verify_together).close)
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
+        self._shards.calls = order = CallOrder(strategy.group.wait)
+        self._at_end.callback(setattr, self._shards, "calls", None)
+        if strategy.group.coordinator is not None:
+            strategy.group.coordinator.heartbeat.count_calls = lambda: order.num
 
     @property
     def _ends_with_run(self) -> bool:
@@ -106,7 +111,7 @@ class ShardSync(GradientSync):
         if found is not None:
             found.verify_same(options)
             return found
-        parts = part_names(module, options.shard)
+        parts = part_names(module, options.shard, self._strategy.contract.uneven)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_weights(module, device)
         num, replicas = self._strategy.num_together, options.replicas
@@ -251,11 +256,22 @@ class ShardSync(GradientSync):
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
 
 
-def part_names(module: nn.Module, shard: Shard) -> list[str]:
-    """The parts of a module that are gathered one by one."""
+def part_names(module: nn.Module, shard: Shard, uneven: Collection[str] = ()) -> list[str]:
+    """The parts of a module that are gathered one by one.
+
+    Args:
+        uneven: submodules that ranks may call otherwise than each other: `auto` leaves out layers of their kind.
+    """
     if not isinstance(shard, str):
         return named_parts(module, shard)
-    return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
+    chosen = {_kind(module, name) for name in uneven}
+    parts = [part.name for part in find_parts(module) if not part.loose]
+    return automatic_parts(module, [name for name in parts if _kind(module, name) not in chosen])
+
+
+def _kind(module: nn.Module, name: str) -> tuple[str, type[nn.Module]]:
+    """What the experts of a layer have in common, of which a few samples may show one only in each step."""
+    return name.rpartition(".")[0], type(module.get_submodule(name))
 
 
 def kept_copies(callbacks: Iterable[pl.Callback], module: nn.Module) -> list[nn.Module]:

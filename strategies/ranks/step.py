@@ -57,6 +57,7 @@ class RankStep(StepContract):
     Attributes:
         shares: this rank's share of the current batch.
         metrics: computes the values of metrics over all ranks in a run.
+        uneven: the submodules that ranks may call otherwise than each other, as far as is known.
         evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
         whole: the steps whose batches the first rank computes.
         looked_at: the loop of an evaluation that has begun, whose batches show what a step makes of parts.
@@ -74,7 +75,7 @@ class RankStep(StepContract):
         self._evaluation_loop: Any = None
         self.looked_at: Any = None
         self._num_evaluated: Counter[int] = Counter()
-        self.evaluated = 0, 0
+        self.evaluated, self.uneven = (0, 0), set[str]()
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -260,6 +261,7 @@ class RankStep(StepContract):
             strategy.global_rank == 0,
         )
         found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
+        self.uneven = found.uneven
         if found.failed and again:
             self._is_verified = False
             return

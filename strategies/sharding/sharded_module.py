@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from ..core.errors import ConfigError
 from ..core.options import Count
 from ..core.patching import Replacement, replaced
+from .call_order import CallOrder, InOrder
 from .gathered import Gathered, Kept
 from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes
 from .whole import apply_anew, put_together, shard_entry
@@ -71,11 +72,13 @@ class ShardedModule:
         self.module = module
         self._options = options
         self.in_step = self._is_written = self._is_converted = False
-        self._is_announced = True
+        self._is_announced = self._reduces = True
         """Whether a backward pass may have gradients: its loss is weighted by the rank's samples."""
         self._used: set[int] = set()
         self.note: Callable[[str, Tensor], None] = lambda name, value: None
         """Receives the name and the value of a gathered parameter that was written to."""
+        self.calls: CallOrder | None = None
+        """By which ranks communicate parts in one order during a run."""
         self._before = dict(module.named_parameters(remove_duplicate=False))
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
         verify_dtypes(module, names)
@@ -98,6 +101,11 @@ class ShardedModule:
             again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
             fully_shard(part, mesh=mesh, offload_policy=offload, ignored_params=scalars, reshard_after_forward=again)
+            sharded_part, said = cast(Any, part), name or "the rest of the module"
+            verify = partial(self._verify_call, f"gathering {said}")
+            sharded_part.set_custom_all_gather(InOrder(dist.all_gather_single, verify))
+            verify = partial(self._verify_call, f"reducing gradients of {said}")
+            sharded_part.set_custom_reduce_scatter(InOrder(dist.reduce_scatter_single, verify))
             for key, before in self._before.items():
                 if key.startswith(f"{name}." if name else "") and before.dim() and not before.is_meta:
                     before.data = before.data.new_empty(0)  # the shards are copies
@@ -131,6 +139,10 @@ class ShardedModule:
                 f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
                 "cut as it is. Give the same options and the same precision, or make the module anew."
             )
+
+    def _verify_call(self, call: str) -> None:
+        if self.calls is not None:
+            self.calls.verify(call)
 
     def allocate(self, device: torch.device) -> None:
         """Give what is on the meta device memory without values."""
@@ -215,6 +227,8 @@ class ShardedModule:
             backward_follows: keep them for a backward pass after the step, at whose end they are released.
         """
         self.release()
+        if self.calls is not None:
+            self.calls.begin((backward_follows, self._reduces))
         output: list[Any] = []
         self.in_step, self._is_announced = True, False
         try:
@@ -224,6 +238,8 @@ class ShardedModule:
         self.put_back()
         if not backward_follows:
             self.release()
+            if self.calls is not None:
+                self.calls.end()
         return output[0]
 
     def release(self) -> None:
@@ -324,7 +340,8 @@ class ShardedModule:
         """Accumulate gradients on each rank inside the block."""
         self._root.set_requires_gradient_sync(False)
         try:
-            yield
+            with replaced(self, "_reduces", False):
+                yield
         finally:
             self._root.set_requires_gradient_sync(True)
 

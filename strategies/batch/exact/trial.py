@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -52,6 +53,7 @@ class Ran(Seen):
         given: of the first part, what metrics were given of all.
         output: what it returned.
         appended: what it has appended to lists of the module.
+        calls: names of the submodules that it has called, in order.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -61,6 +63,7 @@ class Ran(Seen):
     given: dict[Any, Any] = field(default_factory=dict[Any, Any])
     output: Any = None
     appended: Appended = field(default_factory=Appended)
+    calls: list[str] = field(default_factory=list[str])
 
 
 @dataclass
@@ -106,6 +109,11 @@ class Trial:
         def here() -> Ran:
             return found[number()]
 
+        names = {part: name for name, part in module.named_modules()}
+
+        def call(part: nn.Module, _: Any) -> None:
+            here().calls.append(names.get(part, ""))
+
         def backward(loss: Tensor) -> None:
             here().losses.append(loss)
             here().unused |= _leaves_out(loss, trained)
@@ -142,6 +150,7 @@ class Trial:
             for part in module.modules() if not self.evaluates else ():
                 part.training = part.training and not _draws(part)
             stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
+            stack.callback(register_module_forward_pre_hook(call).remove)
             state, hooks = None if self.together else ModuleState(module), _hooks(module)
             if state is not None:
                 stack.callback(state.close)

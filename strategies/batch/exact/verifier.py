@@ -11,6 +11,7 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Verdict:
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
+        uneven: the submodules that parts don't call as the whole batch does: samples choose them.
     """
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
@@ -77,6 +79,7 @@ class Verdict:
     readings: dict[str, str] = field(default_factory=dict[str, str])
     failed: bool = False
     in_chunks: bool = False
+    uneven: set[str] = field(default_factory=set[str])
 
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -118,6 +121,7 @@ class Verifier:
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
         self._trial = Trial(self._module, step, device, self._name, together, not self._trains, self._in_turn)
         by_config = getattr(strategy, "is_configured", False)
+        self._is_cut = self._trains and hasattr(strategy, "shards")
         self._global_view = getattr(strategy, "global_view", None)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         trainer: Any = self._module.trainer
@@ -217,6 +221,10 @@ class Verifier:
 
     def _compare(self, total: int, piece: MakesBatch, verdict: Verdict) -> None:
         whole, parts = self._runs(total, piece)
+        if self._is_cut:
+            with suppress(Exception):  # a single sample shows what samples choose
+                alone = [self._trial.run(piece, i, i + 1)[0] for i in (0, total - 1)]
+                verdict.uneven |= _uneven([whole, *parts, *alone])
         seen = Comparison(whole, parts)
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
@@ -450,6 +458,14 @@ class Verifier:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _uneven(steps: Sequence[Ran]) -> set[str]:
+    """The submodules that some steps don't call as often as others, or not in the same order."""
+    counts = [Counter(step.calls) for step in steps]
+    found = {name for name in set[str]().union(*counts) if len({count[name] for count in counts}) > 1}
+    orders = [[name for name in step.calls if name not in found] for step in steps]
+    return found.union(*(same for same in zip(*orders, strict=True) if len({*same}) > 1))
 
 
 def _gradients(losses: Sequence[Tensor], shares: Sequence[float], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
