@@ -84,7 +84,7 @@ def test_no_batch_crashes_and_none_is_silently_evened() -> None:
             x = torch.arange(num)
             for chunk in range(5):
                 sizes = FirstChunk(chunk).sizes(num, num_devices)
-                assert sizes[0] == (num if num_devices == 1 else min(chunk, num // num_devices))
+                assert sizes[0] == (num if num_devices == 1 else min(chunk, num))
                 for inputs, kwargs in ((x, {}), ((), {"y": x}), ({"x": x}, {}), ((Pair(x, x),), {})):
                     out = data_parallel(Forms(), inputs, ["cpu"] * num_devices, None, 0, kwargs, chunk_sizes=sizes)
                     assert out.tolist() == (x * 2).tolist()

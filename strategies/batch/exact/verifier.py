@@ -34,6 +34,7 @@ from ...core.module_checks import hooked
 from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
+from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
 from ..results import ResultStructure
 from ..run_structures import num_evaluated, parts_are_equal
@@ -128,7 +129,7 @@ class Verifier:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._most, self._lists = _SAMPLES, None if self._trains else strategy.structures.lists
+        self._most, self._lists = _SAMPLES, EvaluationLists() if self._trains else strategy.structures.lists
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
