@@ -130,6 +130,8 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         (Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")), False),
         # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
         (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable")), False),
+        # a value that only the other rank had logged was logged here with other arguments
+        (Case(loading=Loading(kind="dict", second=(5, 3), eval_num=1), before="test"), False),
         # an empty loader that is made again drew a seed more, so that the next module began with other weights
         (
             Case(

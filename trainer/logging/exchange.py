@@ -215,6 +215,7 @@ class Exchange:
         if entry["reduce_fx"] is None:
             value = self._trainer.lightning_module.get_submodule(entry["meta"]["metric_attribute"])
         series = results[key] = Series.of(entry, _Sync(), value)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
+        results.restored.add(key)  # this rank may log it later, in a run's next evaluation
         return series
 
     def _verify_hook_value(self, key: str, entries: Sequence[Entry]) -> None:

@@ -73,7 +73,7 @@ class LeanResults(_ResultCollection):
         self.share: Share | None = None
         self.pending: list[Logged] | None = None
         self.logs_steps = self.waits_for_epoch = self.shares_steps = False
-        self._restored: set[str] = set()
+        self.restored: set[str] = set()
 
     @cached_property
     def ranks(self) -> RankStrategy | None:
@@ -118,8 +118,8 @@ class LeanResults(_ResultCollection):
         series: Series | None = self.get(key)
         if series is None:
             series = self[key] = Series(meta, value)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
-        elif key in self._restored:  # let it be reduced as this run does; one process, which saved, reduces nothing
-            self._restored.discard(key)
+        elif key in self.restored:  # let it be reduced as this run does; one process, which saved, reduces nothing
+            self.restored.discard(key)
             series.meta = meta
             series.shared = series.is_tensor and series.on_step and meta.sync.should and not meta.sync.rank_zero_only
         elif meta != series.meta:
@@ -333,7 +333,7 @@ class LeanResults(_ResultCollection):
             entry = of_earlier_version(entry)
             sync = _Sync(fn=self.reduce, **entry["sync"])  # as when such a value is logged
             self[key] = Series.of(entry, sync, torch.zeros((), device=device)).load(entry)  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
-            self._restored.add(key)
+            self.restored.add(key)
 
 
 def _rows(batch: Any) -> int | None:

@@ -293,7 +293,7 @@ class Verifier:
         if not unknown and not _are_alike(whole.output, joined, [], parameters):
             (again,) = self._trial.run(piece, 0, whole.num, seed=2)
             if _are_alike(whole.output, again.output, [], parameters):
-                unknown = [f"{self._name}: {step} returns what parts of a batch don't make. Return rows, or means"]
+                unknown = [f"{self._name}: {step} returns what parts of a batch don't make. Return rows, or means."]
         if unknown:
             raise PartsDiffer(unknown[0])
 
@@ -310,7 +310,10 @@ class Verifier:
             if not _are_alike(added.values, joined, [], parameters):
                 (again,) = self._trial.run(piece, 0, whole.num, seed=2)
                 if _are_alike(whole.appended, again.appended, [], parameters):
-                    raise PartsDiffer(f"{self._name}: {step} appends to {path[1]} what parts of a batch don't make")
+                    raise PartsDiffer(
+                        f"{self._name}: {step} appends to {path[1]} what parts of a batch don't make. Append rows that "
+                        "each sample makes by itself (pad to a fixed length), or means over samples."
+                    )
 
     def _compare_values(self, seen: Comparison, whole: Ran, piece: MakesBatch, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
