@@ -154,6 +154,7 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         "unequal loaders",
         "time first",
         "flat",
+        "one rank alone",
         "an empty loader",
         "twice",
         "pruned average",
