@@ -130,6 +130,8 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         (Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")), False),
         # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
         (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable")), False),
+        # experts that the samples choose were refused, one step late where the first batch shows all
+        (Case(loading=Loading(kind="max_size_cycle", num=5, batch_size=2), net=Net(peculiar=("experts",))), False),
         # a value that only the other rank had logged was logged here with other arguments
         (Case(loading=Loading(kind="dict", second=(5, 3), eval_num=1), before="test"), False),
         # an empty loader that is made again drew a seed more, so that the next module began with other weights
@@ -154,6 +156,7 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         "unequal loaders",
         "time first",
         "flat",
+        "experts",
         "one rank alone",
         "an empty loader",
         "twice",

@@ -265,7 +265,8 @@ class Verifier:
                     "the number that the loss is a mean over, or leave loss_weight out."
                 )
                 verdict.told.append((line, True))
-        verdict.plans, verdict.unused = plans, verdict.unused or whole.unused
+        verdict.plans = plans
+        verdict.unused = verdict.unused or any(one.unused for one in (whole, *parts))
         if not verdict.refusal:
             self._compare_written([whole, *parts], piece, verdict)
             self._verify_given(whole, parts[0].given, piece)
