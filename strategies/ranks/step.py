@@ -256,10 +256,8 @@ class RankStep(StepContract):
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         args = args or (None, *(0,) * takes_index)
         self._is_verified = True
-        views, is_first = (
-            views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by)),
-            strategy.global_rank == 0,
-        )
+        views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
+        is_first = strategy.global_rank == 0
         found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
         self.uneven = found.uneven
         if found.failed and again:
