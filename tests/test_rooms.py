@@ -2,8 +2,7 @@
 
 import ast
 import csv
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,59 +62,6 @@ def test_no_room_has_more_lines_than_its_budget() -> None:
 
 def _num_lines(folder: Path) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
-
-
-TOP = {"trainer": "trainer_py", "strategies": "top"}
-"""How docs/architecture.md draws the files beside the rooms."""
-
-
-def test_every_import_between_rooms_follows_the_arrows_of_the_drawing() -> None:
-    drawn = _drawn_arrows((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
-    for start in drawn:
-        assert start not in _reached(drawn, start), f"a circle through {start}"
-    against = {(a, b) for a, b in _room_imports() if a != b and b not in _reached(drawn, a)}
-    assert against == set()
-    assert {room.name for room in ROOMS} <= drawn.keys() | {b for ends in drawn.values() for b in ends}
-
-
-def _drawn_arrows(page: str) -> dict[str, set[str]]:
-    """Arrows of the page's drawing: `a & b --> c --> d` has three."""
-    arrows: dict[str, set[str]] = {}
-    for line in page.partition("```mermaid\n")[2].partition("```")[0].splitlines():
-        groups = [[name.partition("[")[0].strip() for name in side.split("&")] for side in line.split("-->")]
-        for starts, ends in pairwise(groups):
-            for start in starts:
-                arrows.setdefault(start, set()).update(ends)
-    return arrows
-
-
-def _reached(arrows: dict[str, set[str]], start: str) -> set[str]:
-    found: set[str] = set()
-    ends = list(arrows.get(start, ()))
-    while ends:
-        end = ends.pop()
-        if end not in found:
-            found.add(end)
-            ends += arrows.get(end, ())
-    return found
-
-
-def _room_imports() -> Iterator[tuple[str, str]]:
-    """Pairs of rooms of one package, the importing one first; the packages' own `__init__` may import everything."""
-    for package in TOP:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            folder = path.parent.relative_to(ROOT).parts
-            if path.name.startswith("__") and len(folder) == 1:
-                continue
-            for depth, name in _imports(path):
-                target = [*folder[: len(folder) - depth + 1], *filter(None, name.split("."))]
-                if depth <= len(folder) and target[1:]:
-                    yield _node(package, folder[1:]), _node(package, target[1:])
-
-
-def _node(package: str, parts: Sequence[str]) -> str:
-    is_in_room = bool(parts) and (ROOT / package / parts[0]).is_dir()
-    return parts[0] if is_in_room else TOP[package]
 
 
 def test_tests_share_code_by_support_modules_only() -> None:

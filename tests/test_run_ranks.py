@@ -2,12 +2,13 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankError, run_ranks
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 
 def _sum_of_ranks() -> float:
@@ -30,35 +31,29 @@ def _rank_1_hangs() -> int:
     return 0
 
 
-class _Hanging(Dataset[int]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
+class _Hanging(list[int]):
+    def __getitem__(self, index: Any) -> Any:
         time.sleep(60)
-        return 0
 
 
 def _a_data_worker_hangs() -> list[int]:
-    return list(DataLoader(_Hanging(), num_workers=1, multiprocessing_context="fork"))
+    hanging: Any = _Hanging([0])
+    return list(DataLoader(hanging, num_workers=1, multiprocessing_context="fork"))
 
 
 def test_ranks_talk_and_results_come_back_by_rank() -> None:
     assert run_ranks(_sum_of_ranks, 3) == [6.0, 6.0, 6.0]
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1: exit code 1.*_rank_1_raises.*only here"):
-        run_ranks(_rank_1_raises, 2)
-
-
-def test_a_hang_fails_at_the_timeout_with_the_stack() -> None:
+@pytest.mark.parametrize(
+    ("function", "num_ranks", "told"),
+    [
+        (_rank_1_raises, 2, r"(?s)rank 1: exit code 1.*_rank_1_raises.*only here"),
+        (_rank_1_hangs, 2, r"(?s)rank 1: exit code -9.*_rank_1_hangs"),
+        (_a_data_worker_hangs, 1, r"in __getitem__\n"),
+    ],
+)
+def test_a_rank_that_fails_or_hangs_is_named_with_its_stack(function: Any, num_ranks: int, told: str) -> None:
     run_ranks(_sum_of_ranks, 1)  # the server of forks has imported torch
-    with pytest.raises(RankError, match=r"(?s)rank 1: exit code -9.*_rank_1_hangs"):
-        run_ranks(_rank_1_hangs, 2, timeout_s=10)
-
-
-def test_a_hang_in_a_data_worker_fails_with_the_stack_of_the_worker() -> None:
-    run_ranks(_sum_of_ranks, 1)
-    with pytest.raises(RankError, match=r"in __getitem__\n"):
-        run_ranks(_a_data_worker_hangs, 1, timeout_s=10)
+    with pytest.raises(RankError, match=told):
+        run_ranks(function, num_ranks, timeout_s=10)

@@ -509,7 +509,3 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def case(name: str) -> Case:
     return CASES[name]()
-
-
-def cases_of(package: str) -> list[str]:
-    return [name for name in CASES if name.startswith(f"{package}:")]

@@ -1,6 +1,7 @@
-"""Every metric of torchmetrics, logged by steps and epochs, is one device's under every strategy, or refused."""
+"""Models and metrics of other packages: one device's training under every strategy, or refused."""
 
 import pytest
+from model_cases import CASES, case
 from zoo import STRATEGIES, Zoo, needs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -8,13 +9,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarn
 needs("torchmetrics", "scipy", allow_module_level=True)
 import metric_cases  # noqa: E402
 
-ZOO = Zoo(metric_cases.names(), metric_cases.case)
+MODELS, METRICS = Zoo(list(CASES), case), Zoo(metric_cases.names(), metric_cases.case)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ZOO.names)
+@pytest.mark.parametrize("name", MODELS.names)
+def test_training_is_one_devices_or_refused(name: str, strategy: str) -> None:
+    needs(name.partition(":")[0])
+    MODELS.check(name, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", METRICS.names)
 def test_metric_is_one_devices_or_refused(name: str, strategy: str) -> None:
-    ZOO.check(name, strategy)
+    METRICS.check(name, strategy)
 
 
 def test_every_metric_class_has_a_case_or_a_reason() -> None:
