@@ -1,13 +1,18 @@
 """Law 1: every strategy trains as one device does. See support/plans.py and support/parity.py."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from distributed import run_ranks
 from parity import CASES, Case, Run, assert_equal, baseline, run
-from plans import PLANS, RANK_PLANS, balanced
+from plans import PLANS, RANK_PLANS, Plan, Ranks, Shards, balanced
+from stage_modules import DEEP
+
+from evener.strategies import DDPModelParallelStrategy
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -46,3 +51,26 @@ def test_training_on_ranks_equals_one_device(plan: str) -> None:
     first, *_ = run_ranks(_run_all, RANK_PLANS[plan][0], plan, timeout_s=500)
     for name, found in first.items():
         assert_equal(found, baseline(CASES[name]), CASES[name].tolerance, of_a_rank=True)
+
+
+RECOMPUTED: dict[str, Plan] = {
+    "ddp": (2, Ranks),
+    "ddp of two replicas": (4, partial(Ranks, devices_per_process=2)),
+    "ddp_model_parallel": (4, partial(DDPModelParallelStrategy, num_microbatches=2, batch_size_is="global")),
+    "fsdp": (2, Shards),
+    "fsdp of blocks": (2, partial(Shards, ["net.blocks.0", "net.blocks.1", "net.blocks.2.linear"])),
+    "fsdp that keeps parts": (2, partial(Shards, reshard_after_forward=False)),
+}
+
+
+def _run_recomputed() -> dict[str, Run]:
+    warnings.simplefilter("ignore")
+    return {name: run(DEEP, make(recompute="always"), devices=num) for name, (num, make) in RECOMPUTED.items()}
+
+
+@pytest.mark.slow
+def test_ranks_that_recompute_train_as_one_device() -> None:
+    first, other = run_ranks(_run_recomputed, 2)
+    for name, found in first.items():
+        assert_equal(found, baseline(DEEP), 1e-10, of_a_rank=True)
+        torch.testing.assert_close(other[name].weights, found.weights, rtol=0, atol=1e-10)

@@ -1,7 +1,8 @@
-"""Checkpoints in shards: whole or not at all, the same on any number of ranks and under other strategies."""
+"""Checkpoints of sharded modules, in shards and whole: any strategy, on any number of ranks, goes on from them."""
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,34 @@ class Odd(Net):
         return found + (self.odd(batch[0]) * self.tied(batch[0]) * self.scale).square().mean()
 
 
+class Configured(Net):
+    """Three large layers that are never whole on a rank, the last tied to the first, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.body is None:
+            self.body = nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, 70), nn.Tanh(), nn.Linear(70, 3))
+            self.lift = nn.Linear(3, 64)
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("mask", torch.rand(64, 64))
+            nn.init.trunc_normal_(self.body[2].weight, std=0.1)
+            self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        assert self.body is not None
+        out = self.net(self.scale * self.body(self.lift(x) @ self.get_buffer("mask")))
+        return (out - y).square().mean()
+
+
 def _train(
     kind: str, num_ranks: int, source: Path | None, target: Path | None, sharded: bool = True, **options: Any
 ) -> Tensor:
     """Train for two epochs of four batches of all ranks, from a checkpoint, or saving one after every step."""
+    module = options.pop("module", Odd)()
     given = {name: options.pop(name) for name in ("replicas", "timeout_s") if name in options}
     ranked = {"batch_size_is": "global", "timeout_s": 60, **given}
     strategy = SingleDeviceStrategy() if kind == "one" else STRATEGIES[kind](**ranked)
@@ -57,8 +82,8 @@ def _train(
     if target is not None:
         policy = {"every_n_steps": 1, "save_top_k": -1, **options}
         callbacks.append(Checkpoint(target, "{step}", sharded=sharded, **policy))
-    module = Odd()
     trainer = quiet_trainer(strategy, num_ranks, callbacks=callbacks, enable_checkpointing=target is not None)
+    torch.manual_seed(5)
     trainer.fit(module, DataLoader(Numbered(), 6), ckpt_path=source)
     return weights(module)
 
@@ -66,47 +91,44 @@ def _train(
 def _trained(kind: str, num_ranks: int, *args: Any, **options: Any) -> list[Tensor]:
     if kind == "one":
         return [_train(kind, 1, *args, **options)]
-    return run_ranks(_Train(options), num_ranks, kind, num_ranks, *args)
+    return run_ranks(partial(_train, **options), num_ranks, kind, num_ranks, *args)
 
 
-class _Train:
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-
-    def __call__(self, *args: Any) -> Tensor:
-        return _train(*args, **self.options)
-
-
-def _assert_same(found: Any, expected: Any, where: str = "") -> None:
+def _assert_same(found: Any, expected: Any, tolerance: float, where: str = "") -> None:
     if isinstance(expected, Tensor):
         assert type(found) is Tensor
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12, msg=lambda text: f"{where}: {text}")
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{where}: {text}")
     elif isinstance(expected, dict):
         assert list(found) == list(expected), where
         for key in expected:
-            _assert_same(found[key], expected[key], f"{where}.{key}")
+            _assert_same(found[key], expected[key], tolerance, f"{where}.{key}")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints in shards after each of the 8 steps, written by 2 ranks while training went on."""
+    """Checkpoints after each of the 8 steps: of one device, of 2 ranks, and in shards, while training went on."""
     folder = tmp_path_factory.mktemp("saved")
-    _trained("fsdp", 2, None, folder, background=True)
+    _trained("one", 1, None, folder / "one", False)
+    _trained("fsdp", 2, None, folder / "whole", False)
+    _trained("fsdp", 2, None, folder / "shards", background=True)
     return folder
 
 
-def _assert_equal_states(cut: Path, whole: Path) -> None:
-    assert shard_file(cut) is not None
-    found, expected = read(cut), read(whole)
-    _assert_same(found["state_dict"], expected["state_dict"], f"{cut.name}: state_dict")
-    _assert_same(found["optimizer_states"][0], expected["optimizer_states"][0], f"{cut.name}: optimizer")
+def _assert_equal_states(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    _assert_same(found["state_dict"], expected["state_dict"], tolerance, "state_dict")
+    _assert_same(found["optimizer_states"][0], expected["optimizer_states"][0], tolerance, "optimizer")
 
 
-def test_shards_hold_what_a_whole_checkpoint_of_the_same_step_holds(tmp_path: Path, saved: Path) -> None:
+def test_shards_hold_what_a_whole_checkpoint_of_the_same_step_holds(saved: Path) -> None:
     """They are written in the background, while training changes the weights."""
-    _trained("fsdp", 2, None, tmp_path, False)
     for step in range(1, 9):
-        _assert_equal_states(saved / f"{step}.ckpt", tmp_path / f"{step}.ckpt")
+        assert shard_file(saved / f"shards/{step}.ckpt") is not None
+        _assert_equal_states(read(saved / f"shards/{step}.ckpt"), read(saved / f"whole/{step}.ckpt"))
+
+
+def test_a_whole_checkpoint_holds_plain_tensors_under_the_modules_names(saved: Path) -> None:
+    cut, one = (torch.load(saved / kind / "2.ckpt", weights_only=True) for kind in ("whole", "one"))
+    _assert_equal_states(cut, one, 1e-10)
 
 
 @pytest.mark.slow
@@ -115,31 +137,41 @@ def test_groups_of_ranks_write_each_row_once(tmp_path: Path) -> None:
     for kind in (True, False):
         _trained("fsdp", 4, None, tmp_path / str(kind), kind, replicas=2)
     for step in (1, 8):
-        _assert_equal_states(tmp_path / "True" / f"{step}.ckpt", tmp_path / "False" / f"{step}.ckpt")
+        assert shard_file(tmp_path / "True" / f"{step}.ckpt") is not None
+        _assert_equal_states(*(read(tmp_path / str(kind) / f"{step}.ckpt") for kind in (True, False)))
 
 
 @pytest.mark.parametrize(
-    ("kind", "num"),
+    ("source", "kind", "num"),
     [
-        ("fsdp", 3),
-        ("one", 1),
-        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("fsdp", 1), ("fsdp", 2), ("ddp", 2))),
+        ("shards", "fsdp", 3), ("shards", "one", 1), ("whole", "fsdp", 2), ("whole", "fsdp", 3), ("whole", "ddp", 2),
+        ("whole", "one", 1), ("one", "fsdp", 2),
+        *(pytest.param("shards", *way, marks=pytest.mark.slow) for way in (("fsdp", 1), ("fsdp", 2), ("ddp", 2))),
     ],
-)
-def test_a_run_goes_on_under_any_strategy_and_number_of_ranks(saved: Path, kind: str, num: int) -> None:
+)  # fmt: skip
+def test_a_run_goes_on_under_any_strategy_and_number_of_ranks(saved: Path, source: str, kind: str, num: int) -> None:
     """In the middle of the first epoch."""
     (expected,) = _trained("one", 1, None, None)
-    for rank in _trained(kind, num, saved / "2.ckpt", None):
+    for rank in _trained(kind, num, saved / source / "2.ckpt", None):
         torch.testing.assert_close(rank, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
-def test_the_moving_average_goes_on_too(tmp_path: Path) -> None:
-    (expected,) = _trained("one", 1, None, None, averages=True)
-    _trained("fsdp", 2, None, tmp_path, averages=True)
+@pytest.mark.parametrize(
+    ("sharded", "options"),
+    [
+        (False, {"averages": True}), pytest.param(True, {"averages": True}, marks=pytest.mark.slow),
+        (False, {"module": Configured}),
+    ],
+)  # fmt: skip
+def test_averages_and_layers_of_configure_model_go_on_too(
+    sharded: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    (expected,) = _trained("one", 1, None, None, **options)
+    found = _trained("fsdp", 2, None, tmp_path, sharded, **options)
     for kind, num in (("one", 1), ("fsdp", 3)):
-        for rank in _trained(kind, num, tmp_path / "2.ckpt", None, averages=True):
-            torch.testing.assert_close(rank, expected, rtol=0, atol=1e-10)
+        found += _trained(kind, num, tmp_path / "2.ckpt", None, **options)
+    for weights_found in found:
+        torch.testing.assert_close(weights_found, expected, rtol=0, atol=1e-10)
 
 
 def test_a_checkpoint_that_is_replaced_or_removed_takes_its_tensors_along(tmp_path: Path) -> None:
@@ -154,7 +186,7 @@ def test_a_checkpoint_that_is_replaced_or_removed_takes_its_tensors_along(tmp_pa
 
 
 def test_what_is_missing_or_damaged_is_named_and_passed_over(tmp_path: Path, saved: Path) -> None:
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(saved / "shards", tmp_path, dirs_exist_ok=True)
     damaged, missing = (shard_file(tmp_path / f"{step}.ckpt") for step in (8, 7))
     assert damaged is not None
     assert missing is not None
