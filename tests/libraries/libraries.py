@@ -20,7 +20,7 @@ from evener.strategies import (
 )
 from evener.trainer import Trainer
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "support")]
 
 import torch  # noqa: E402
 from distributed import run_ranks  # noqa: E402

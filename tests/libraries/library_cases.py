@@ -313,10 +313,57 @@ def careamics() -> Made:
     return without_batchnorm(module), both(lambda: DataLoader(samples, batch_size=4))  # pyright: ignore[reportArgumentType]
 
 
+def neuralforecast() -> Made:
+    """N-HiTS on eleven monthly series, with the data module of its package, batches of 4, 4 and 3 series.
+
+    All windows of a series are used, so that nothing is drawn at random.
+    """
+    pandas, tsdataset = importlib.import_module("pandas"), importlib.import_module("neuralforecast.tsdataset")
+    months = pandas.date_range("2020-01-31", periods=36, freq="ME")
+    noise = torch.randn(NUM_SAMPLES, 36, generator=generator())
+    series = [
+        {"unique_id": f"series {i}", "ds": month, "y": float(i + 0.1 * t * i + (t % 12) + noise[i, t])}
+        for i in range(NUM_SAMPLES)
+        for t, month in enumerate(months)
+    ]
+    dataset, *_ = tsdataset.TimeSeriesDataset.from_df(pandas.DataFrame(series))
+    dataset.temporal = dataset.temporal.double()
+    module = importlib.import_module("neuralforecast.models").NHITS(
+        h=4, input_size=8, mlp_units=3 * [[16, 16]], windows_batch_size=None, learning_rate=0.01
+    )
+    module.val_size, module.test_size = 4, 0  # what the package's own `fit` sets
+    # unshuffled, as Lightning's validation draws from the random stream that orders the next epoch
+    options = {"batch_size": 4, "valid_batch_size": 4, "shuffle_train": False}
+    return module, {"datamodule": tsdataset.TimeSeriesDataModule(dataset, **options)}
+
+
+def pytorch_tabular() -> Made:
+    """A category embedding model without BatchNorm and dropout; its batches are dicts."""
+    package, config = importlib.import_module("pytorch_tabular"), importlib.import_module("pytorch_tabular.config")
+    models, pandas = importlib.import_module("pytorch_tabular.models"), importlib.import_module("pandas")
+    model = package.TabularModel(
+        data_config=config.DataConfig(target=["y"], continuous_cols=["a", "b"], categorical_cols=["kind"]),
+        model_config=models.CategoryEmbeddingModelConfig(
+            task="regression", layers="16-8", batch_norm_continuous_input=False, metrics=["mean_squared_error"]
+        ),
+        optimizer_config=config.OptimizerConfig(), trainer_config=config.TrainerConfig(batch_size=8), verbose=False,
+    )  # fmt: skip
+    frame = pandas.DataFrame(torch.randn(42, 3, generator=generator()).numpy(), columns=["a", "b", "y"])
+    frame["kind"] = [("red", "green", "blue")[i % 3] for i in range(42)]
+    frame["y"] += frame["a"] * 2 + (frame["kind"] == "red")
+    data = model.prepare_dataloader(train=frame[:30], validation=frame[30:], seed=1)
+    loaders = (data.train_dataloader(), data.val_dataloader())
+    # unshuffled, too
+    names = ("train_dataloaders", "val_dataloaders")
+    return model.prepare_model(data), {
+        name: DataLoader(one.dataset, 8) for name, one in zip(names, loaders, strict=True)
+    }
+
+
 CASES: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
         chemprop, scvi, pytorch_forecasting, gluonts, torchgeo, anomalib, nequip, pyannote, rl4co, terratorch, deeptab,
-        schnetpack, careamics,
+        schnetpack, careamics, neuralforecast, pytorch_tabular,
     )
 }  # fmt: skip
