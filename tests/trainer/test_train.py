@@ -12,24 +12,17 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import tiny
 import torch
 import warm_python
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from seen import events
 from tensorboard.plugins.hparams import plugin_data_pb2
-from torch.utils.data import DataLoader, TensorDataset
 
 from evener.trainer import ConfigError, Result, compose, train
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import run_job
 
 SHORT = ["accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.enable_model_summary=false"]
-
-
-def events(run_dir: str | Path) -> EventAccumulator:
-    (file,) = Path(run_dir).glob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return accumulator
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +53,7 @@ def test_a_notebook_shows_the_table_of_a_result(digits: Result) -> None:
 
 def test_digits_learn_in_three_epochs(digits: Result) -> None:
     assert digits.metrics["test/acc"] > 0.8
-    assert digits.monitored == pytest.approx(min(value.value for value in events(digits.run_dir).Scalars("val/loss")))
+    assert digits.monitored == pytest.approx(min(value.value for value in events(digits).Scalars("val/loss")))
     assert f"epoch{digits.monitored_epoch:03d}-" in str(digits.best_checkpoint)
     assert digits.global_batch == 64
 
@@ -80,7 +73,7 @@ def test_checkpoint_names_are_plain(digits: Result) -> None:  # pain 39
 
 
 def test_tensorboard_has_one_point_per_logged_step(digits: Result) -> None:  # pain 40
-    log = events(digits.run_dir)
+    log = events(digits)
     steps = [event.step for event in log.Scalars("train/loss")]
     steps_per_epoch = digits.num_steps // 3
     expected = [step for step in range(digits.num_steps) if (step + 1) % 5 == 0]
@@ -93,18 +86,18 @@ def test_tensorboard_has_one_point_per_logged_step(digits: Result) -> None:  # p
 def test_a_three_batch_epoch_logs_a_point(tmp_path: Path) -> None:  # pain 40
     options = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=50"]
     result = train(compose([*SHORT, f"log_dir={tmp_path}", *options]))
-    assert [event.step for event in events(result.run_dir).Scalars("train/loss")] == [2, 5]
+    assert [event.step for event in events(result).Scalars("train/loss")] == [2, 5]
 
 
 def test_accumulated_steps_log_one_point_each(tmp_path: Path) -> None:  # pain 40
     options = ["trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.accumulate_grad_batches=4"]
     result = train(compose([*SHORT, f"log_dir={tmp_path}", "trainer.log_every_n_steps=1", *options]))
     assert result.num_steps == 2
-    assert [event.step for event in events(result.run_dir).Scalars("train/loss")] == [0, 1]
+    assert [event.step for event in events(result).Scalars("train/loss")] == [0, 1]
 
 
 def test_hparams_hold_final_metrics_and_no_placeholder(digits: Result) -> None:  # pain 41
-    log = events(digits.run_dir)
+    log = events(digits)
     assert "hp_metric" not in log.Tags()["scalars"]
     content = plugin_data_pb2.HParamsPluginData.FromString(
         log.SummaryMetadata("_hparams_/experiment").plugin_data.content
@@ -117,7 +110,7 @@ def test_hparams_hold_final_metrics_and_no_placeholder(digits: Result) -> None: 
 
 
 def test_composed_config_is_in_the_text_tab(digits: Result) -> None:
-    (event,) = events(digits.run_dir).Tensors("config/text_summary")
+    (event,) = events(digits).Tensors("config/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert "evener.strategies.SingleDeviceStrategy" in text
     assert "log_every_n_steps: 5" in text
@@ -180,26 +173,13 @@ class Theirs(pl.LightningDataModule):
         super().__init__()
 
 
-class Scored(pl.LightningModule):
+class Scored(tiny.Scored):
     """`val_loss` of the epochs is 0.5, 0.2 and 0.9."""
 
+    name = "val_loss"
+
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", torch.tensor([0.5, 0.2, 0.9, 0.9][self.current_epoch]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-
-    val_dataloader = train_dataloader
+        super().__init__([0.5, 0.2, 0.9, 0.9])
 
 
 SCORED = ["module=custom", "module._target_=test_train.Scored", "data=none", "name=scored", *SHORT]

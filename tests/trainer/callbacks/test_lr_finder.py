@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from seen import SHORT, events
+from tiny import Tiny, quiet
 
 from evener.strategies import ConfigError
-from evener.trainer import Result, Trainer, compose, train
+from evener.trainer import Result, compose, train
 from evener.trainer.callbacks import LearningRateFinder
-from evener.trainer.config.instantiate import QUIET
 
 SEARCH = [
     "callbacks=lr_finder", "callbacks.lr_finder.num_steps=24", "data.batch_size=30", "trainer.max_epochs=1",
@@ -22,11 +21,8 @@ SEARCH = [
 ]  # fmt: skip
 
 
-class Fitted(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
-        self.layer = torch.nn.Linear(3, 1)
+class Fitted(Tiny):
+    lr = 0.1
 
     def train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(torch.randn(64, 3), batch_size=4)
@@ -38,12 +34,8 @@ class Fitted(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def searched(tmp_path: Path, *words: str) -> Result:
-    return train(compose([*SHORT, f"log_dir={tmp_path}", "precision=64-true", *SEARCH, *words]))
-
-
-def unsearched(tmp_path: Path) -> Result:
-    return train(compose([*SHORT, f"log_dir={tmp_path}", "precision=64-true", *SEARCH[2:]]))
+def searched(tmp_path: Path, *words: str, begin: int = 0) -> Result:
+    return train(compose([*SHORT, f"log_dir={tmp_path}", "precision=64-true", *SEARCH[begin:], *words]))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The same without it."""
-    return unsearched(tmp_path_factory.mktemp("plain"))
+    return searched(tmp_path_factory.mktemp("plain"), begin=2)
 
 
 def losses(result: Result) -> list[float]:
@@ -86,9 +78,8 @@ def test_the_rate_is_set_on_request(tmp_path: Path) -> None:
 
 def test_the_search_in_a_trainer_of_ones_own_comes_before_training(tmp_path: Path) -> None:
     finder = LearningRateFinder(num_steps=24, update=True)
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "default_root_dir": tmp_path, **QUIET}
-    trainer = Trainer(max_steps=3, callbacks=[finder], accelerator="cpu", devices=1, **options)
-    module = Fitted()
+    trainer = quiet(max_steps=3, callbacks=[finder], default_root_dir=tmp_path)
+    module = Fitted(3)
     trainer.fit(module)
     assert (trainer.global_step, len(finder.optimal_lr.results["loss"])) == (3, 24)
     assert module.lr == finder.optimal_lr.suggestion() != 0.1

@@ -3,27 +3,16 @@
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.trainer import Trainer
 from evener.trainer.callbacks import DetectNonFinite
 from evener.trainer.loops.explained_errors import DeviceOutOfMemory
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-    "strategy": "single_device",
-}
 
-
-class Fragile(pl.LightningModule):
+class Fragile(Tiny):
     """Four steps; the batch of step 2 holds a value that makes its gradient what it is told."""
 
     def __init__(self, bad: float = 1.0, allocate: int = 10**9) -> None:
@@ -49,7 +38,7 @@ class Fragile(pl.LightningModule):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_bad_step_is_named(bad: float) -> None:
-    trainer = Trainer(max_epochs=1, detect_nonfinite="raise", **QUIET)
+    trainer = quiet(detect_nonfinite="raise")
     with pytest.raises(FloatingPointError, match=r"gradients of optimizer step 2 \(of layer\.weight\) are not finite"):
         trainer.fit(Fragile(bad))
     assert trainer.global_step == 2
@@ -57,19 +46,19 @@ def test_a_bad_step_is_named(bad: float) -> None:
 
 def test_a_skipped_step_leaves_weights_and_momentum() -> None:
     module = Fragile(float("nan"))
-    trainer = Trainer(max_epochs=1, detect_nonfinite="skip_step", **QUIET)
+    trainer = quiet(detect_nonfinite="skip_step")
     trainer.fit(module)
     # gradients of 1 and momentum 0.5: 1 - 0.25, then - 0.25 * 1.5, nothing, then - 0.25 * (1.5 / 2 + 1)
     assert module.seen == [1.0, 0.75, 0.375, 0.375]
     assert module.layer.weight.item() == 0.375 - 0.4375
     assert trainer.global_step == 4
-    callback = next(cb for cb in trainer.callbacks if isinstance(cb, DetectNonFinite))  # type: ignore[attr-defined]
+    callback = next(cb for cb in trainer.callbacks if isinstance(cb, DetectNonFinite))
     assert callback.num_skipped == 1
 
 
 @pytest.mark.parametrize("huge", [1e30, -1e30])
 def test_large_finite_gradients_pass(huge: float) -> None:
-    trainer = Trainer(max_epochs=1, detect_nonfinite="raise", **QUIET)
+    trainer = quiet(detect_nonfinite="raise")
     trainer.fit(Fragile(huge))
     assert trainer.global_step == 4
 
@@ -77,15 +66,15 @@ def test_large_finite_gradients_pass(huge: float) -> None:
 @pytest.mark.parametrize("off", ["off", False])
 def test_off_looks_at_nothing(off: Any) -> None:
     module = Fragile(float("nan"))
-    trainer = Trainer(max_epochs=1, detect_nonfinite=off, **QUIET)
+    trainer = quiet(detect_nonfinite=off)
     trainer.fit(module)
     assert module.layer.weight.isnan().all()
-    assert not any(isinstance(cb, DetectNonFinite) for cb in trainer.callbacks)  # type: ignore[attr-defined]
+    assert not any(isinstance(cb, DetectNonFinite) for cb in trainer.callbacks)
 
 
 def test_an_unknown_word_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Trainer: detect_nonfinite=warn is not allowed\. Give raise, skip_step"):
-        Trainer(detect_nonfinite="warn", **QUIET)  # type: ignore[arg-type]
+        quiet(detect_nonfinite="warn")
 
 
 def test_an_accelerator_notes_the_first_bad_step_and_is_read_where_the_host_waits() -> None:
@@ -98,7 +87,7 @@ def test_an_accelerator_notes_the_first_bad_step_and_is_read_where_the_host_wait
 
 
 def test_out_of_memory_names_device_samples_and_what_to_change() -> None:
-    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer = quiet()
     with pytest.raises(DeviceOutOfMemory) as caught:
         trainer.fit(Fragile(allocate=0))
     message = str(caught.value)
@@ -108,7 +97,7 @@ def test_out_of_memory_names_device_samples_and_what_to_change() -> None:
 
 
 def test_out_of_memory_in_a_replica_names_its_chunk() -> None:
-    trainer = Trainer(max_epochs=1, **{**QUIET, "strategy": "dp", "devices": ["cpu", "cpu"]})
+    trainer = quiet(strategy="dp", devices=["cpu", "cpu"])
     module = Fragile(allocate=1)
     loader = DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=3)
     with pytest.raises(DeviceOutOfMemory, match=r"on cpu, rank 0, in step 0: chunk 1 of 2, 2 of 3 samples, peak"):

@@ -7,26 +7,12 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer, weights
+from tiny import Points
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evener.strategies import FSDPStrategy, SingleDeviceStrategy
 from evener.trainer.callbacks import GradientNorm
-
-
-class Tape(pl.loggers.Logger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[float] = []
-
-    name, version = "tape", 0
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.values += [value for key, value in metrics.items() if key == "gradient/norm"]
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Overflowing(Net):
@@ -40,11 +26,11 @@ class Overflowing(Net):
 
 
 def train(strategy: Any, num: int, norm_type: float) -> list[float]:
-    tape = Tape()
+    tape = Points()
     pl.seed_everything(7, verbose=False)
     options: dict[str, Any] = {"logger": tape, "log_every_n_steps": 1, "callbacks": [GradientNorm(norm_type)]}
     quiet_trainer(strategy, num, **options).fit(Net(), DataLoader(Numbered(), 6))
-    return tape.values
+    return [value for _, value in tape.of("gradient/norm")]
 
 
 def skip(strategy: Any, num: int) -> Tensor:

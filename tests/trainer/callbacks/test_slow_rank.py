@@ -7,12 +7,11 @@ import warnings
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.trainer import Trainer
 from evener.trainer.callbacks import SlowRank
 from evener.trainer.callbacks.device_monitor import Spread, slow_rank
 
@@ -39,19 +38,14 @@ def test_ten_runs_of_equal_ranks_name_none_under_load() -> None:
         assert [slow_rank(points[i : i + 2]) for i in range(49)] == [None] * 49
 
 
-class Sleepy(pl.LightningModule):
+class Sleepy(Tiny):
     """One rank sleeps in every step."""
 
-    def __init__(self, sleepy: int | None) -> None:
-        super().__init__()
-        self.layer, self.sleepy = torch.nn.Linear(4, 1), sleepy
+    sleepy: int | None = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.1 if self.global_rank == self.sleepy else 0.01)
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def warnings_of(sleepy: int | None) -> list[str]:
@@ -60,11 +54,10 @@ def warnings_of(sleepy: int | None) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("evener.trainer.callbacks.device_monitor").addHandler(handler)
-    trainer = Trainer(
-        strategy="ddp", devices=2, accelerator="cpu", max_epochs=1, log_every_n_steps=10, logger=False,
-        callbacks=[SlowRank()], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Sleepy(sleepy), DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=2))
+    trainer = quiet(strategy="ddp", devices=2, log_every_n_steps=10, callbacks=[SlowRank()])
+    module = Sleepy(4)
+    module.sleepy = sleepy
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=2))
     return told
 
 

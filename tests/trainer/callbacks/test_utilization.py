@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiny import Points, Tiny, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.examples.char_lm import CharLM
 from evener.examples.stdlib_text import VOCABULARY_SIZE
-from evener.trainer import Trainer
+from evener.strategies.core import devices
 from evener.trainer.callbacks import RunSummary, Utilization
 from evener.trainer.callbacks.step_times import StepClock
 from evener.trainer.callbacks.utilization import count_flops, peak_flops
@@ -32,7 +33,7 @@ def test_the_count_of_char_lm_is_within_two_percent_of_the_formula(size: dict[st
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-class Linear(pl.LightningModule):
+class Linear(Tiny):
     """16 × 8 weights; counts its own steps."""
 
     def __init__(self) -> None:
@@ -45,9 +46,6 @@ class Linear(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 class Reads(Linear):
     """Its step depends on a value."""
@@ -56,26 +54,11 @@ class Reads(Linear):
         return super().training_step(batch, batch_idx) * (2.0 if batch[0].sum().item() > 0 else 1.0)
 
 
-class Values(pl.loggers.logger.DummyLogger):
-    """Keeps what was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, float] = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.seen |= metrics
-
-
 def fit(module: pl.LightningModule) -> tuple[Utilization, dict[str, float]]:
-    utilization, values = Utilization(peak_tflops=2.0), Values()
-    trainer = Trainer(
-        strategy="single_device", accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=values,
-        callbacks=[RunSummary(), utilization], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+    utilization, values = Utilization(peak_tflops=2.0), Points()
+    trainer = quiet(log_every_n_steps=2, logger=values, callbacks=[RunSummary(), utilization])
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(24, 8)), batch_size=4))
-    return utilization, values.seen
+    return utilization, values.last()
 
 
 class Takes(Linear):
@@ -99,19 +82,21 @@ class Takes(Linear):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.wait(4.0)
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.wait(1000.0)
+
 
 def test_a_step_is_split_into_forward_backward_and_update() -> None:
-    module, seen, summary = Takes(), Values(), RunSummary()
+    module, values, summary = Takes(), Points(), RunSummary()
     summary.clock = StepClock(lambda: module.now_s)
-    trainer = Trainer(
-        strategy="single_device", accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=seen,
-        callbacks=[summary, Utilization(peak_tflops=2.0)], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accumulate_grad_batches=2,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4))
+    callbacks = [summary, Utilization(peak_tflops=2.0)]
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 6, "log_every_n_steps": 2}
+    loader = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4)
+    quiet(logger=values, callbacks=callbacks, **options).fit(module, loader, loader)
     # two batches per optimizer step; Lightning zeroes the gradients at the first, and the update comes at the last
-    parts = [seen.seen[f"speed/{name}_ms"] for name in ("forward", "backward", "optimizer")]
-    assert parts == pytest.approx([1000 * (1 + 8 + 1), 1000 * 4, 1000 * 4])
+    seen, parts = values.last(), ("forward", "backward", "optimizer", "compute", "step")
+    assert [seen[f"speed/{name}_ms"] for name in parts] == pytest.approx([10_000, 4000, 4000, 18_000, 18_000])
+    assert seen["speed/samples_per_s"] == pytest.approx(8 / 18)
 
 
 def test_utilization_is_operations_per_second_over_the_peak() -> None:
@@ -142,3 +127,42 @@ def test_the_peak_of_a_known_device_is_looked_up(monkeypatch: pytest.MonkeyPatch
 
 def test_another_device_is_measured() -> None:
     assert 1e8 < peak_flops(torch.device("cpu"), "32-true") < 1e14
+
+
+def test_what_a_device_computes_is_measured_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake device that finishes its work 3 s after the host has queued it."""
+    now = SimpleNamespace(s=100.0)
+    waits: list[float] = []
+
+    class Event:
+        def __init__(self, device: torch.device, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            assert stream == "stream of cuda:1"
+            self.at = now.s + 3
+
+        def query(self) -> bool:
+            return now.s >= self.at
+
+        def synchronize(self) -> None:
+            if not self.query():
+                waits.append(self.at)
+
+        def elapsed_time(self, end: Any) -> float:
+            return (end.at - self.at) * 1000
+
+    monkeypatch.setattr(devices.torch, "Event", Event)
+    monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
+    clock = StepClock(lambda: now.s)
+    clock.measure_on(torch.device("cuda", 1))
+    clock.go()
+    for _ in range(4):
+        clock.enter("forward")
+        now.s += 2
+        clock.enter(None)
+        clock.num_samples += 8
+    assert waits == []
+    times = clock.read(num_steps=4, data_wait_s=0.0)
+    assert times["compute_ms"] == pytest.approx(2000)
+    assert waits == [109.0, 111.0]  # the others had finished when a later batch ended

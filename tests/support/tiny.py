@@ -1,0 +1,69 @@
+"""A small module, and trainers that print and write nothing, for tests in which neither matters."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from evener.trainer import Trainer
+
+
+class Tiny(pl.LightningModule):
+    """One linear layer, trained by SGD; the loss is the mean square of its outputs."""
+
+    def __init__(self, num_inputs: int = 1) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(num_inputs, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0] if isinstance(batch, list) else batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scored(Tiny):
+    """Two batches an epoch; `name` is in each epoch's validation what `scores` say."""
+
+    name = "val/loss"
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__(2)
+        self.scores = scores
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.name, self.scores[self.current_epoch])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+class Points(pl.loggers.logger.DummyLogger):
+    """Keeps what was logged, as (step, name, value)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen += [(step or 0, name, float(value)) for name, value in metrics.items()]
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, value) for step, logged, value in self.seen if logged == name]
+
+    def last(self) -> dict[str, float]:
+        return {name: value for _, name, value in self.seen}
+
+
+def quiet(kind: type[pl.Trainer] = Trainer, **options: Any) -> Any:
+    """A trainer of one epoch, or of the steps that are given, that prints and writes only what it is given for that."""
+    saves = any(isinstance(callback, pl.callbacks.Checkpoint) for callback in options.get("callbacks", ()))
+    return kind(
+        **{
+            "accelerator": "cpu", "max_epochs": -1 if "max_steps" in options else 1, "logger": False,
+            "enable_checkpointing": saves, "enable_progress_bar": False, "enable_model_summary": False, **options,
+        }
+    )  # fmt: skip
