@@ -8,46 +8,19 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiny import Scored, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.file_io import CheckpointError, read, write
 from evener.trainer.checkpoint.find import find_best, find_newest, good_or_newest
 
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "accelerator": "cpu",
-    "devices": 1,
-    "strategy": "single_device",
-    "limit_val_batches": 1,
-}
 
-
-class Falling(pl.LightningModule):
-    """`val/loss` of the epochs is what it is told."""
-
-    def __init__(self, scores: list[float]) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.scores = scores
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch[0]).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.scores[self.current_epoch])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
-
-    val_dataloader = train_dataloader
+def fit(module: Scored, *callbacks: Any, resume: Path | None = None, **options: Any) -> None:
+    """Train for as many epochs as there are scores."""
+    given = {"max_epochs": len(module.scores), "limit_val_batches": 1, **options}
+    quiet(callbacks=list(callbacks), **given).fit(module, ckpt_path=resume, weights_only=True)
 
 
 def names(directory: Path) -> list[str]:
@@ -56,14 +29,14 @@ def names(directory: Path) -> list[str]:
 
 def test_names_are_valid_overrides_and_a_metric_with_a_slash_makes_no_directory(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path, "{epoch}-val={val/loss:.2f}", monitor="val/loss")
-    Trainer(max_epochs=1, callbacks=[callback], **QUIET).fit(Falling([0.5]))
+    fit(Scored([0.5]), callback)
     assert names(tmp_path) == ["0-val_0.50.ckpt", "last.ckpt"]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names(tmp_path))
 
 
 def test_best_k_are_kept_by_score(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2)
-    Trainer(max_epochs=4, callbacks=[callback], **QUIET).fit(Falling([0.5, 0.2, 0.9, 0.4]))
+    fit(Scored([0.5, 0.2, 0.9, 0.4]), callback)
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
     assert callback.best_model_path == str(tmp_path / "epoch001-step000004.ckpt")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
@@ -86,8 +59,7 @@ def test_find_newest_looks_through_all_runs_of_an_experiment(tmp_path: Path) -> 
 def test_find_best_takes_the_lowest_score_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
     assert find_best(tmp_path) is None
     for run, losses in [("old", [0.1, 0.6]), ("new", [0.5, 0.2, 0.9])]:
-        callback = Checkpoint(tmp_path / run, monitor="val/loss")
-        Trainer(max_epochs=len(losses), callbacks=[callback], **QUIET).fit(Falling(losses))
+        fit(Scored(losses), Checkpoint(tmp_path / run, monitor="val/loss"))
     write({"state_dict": {}}, tmp_path / "unranked" / "last.ckpt")
     assert find_best(tmp_path) == tmp_path / "new" / "epoch001-step000004.ckpt"
     (tmp_path / "new").rename(tmp_path / "moved")
@@ -96,7 +68,7 @@ def test_find_best_takes_the_lowest_score_of_the_newest_run_that_has_one(tmp_pat
     assert find_best(tmp_path) == tmp_path / "old" / "epoch000-step000002.ckpt"
 
 
-class Noisy(Falling):
+class Noisy(Scored):
     """A score that depends on the weights only, and training of 4 batches that changes them."""
 
     def __init__(self) -> None:
@@ -130,9 +102,9 @@ def test_the_best_file_is_the_model_that_scored(trigger: str, val_check_interval
     torch.manual_seed(1)
     callback = Checkpoint(tmp_path, monitor="val/loss", **TRIGGERS[trigger])
     model = Noisy()
-    options = {**QUIET, "num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
-    Trainer(max_epochs=3, callbacks=[callback], **options).fit(model)
-    validator = Trainer(callbacks=[callback], **QUIET)
+    options: dict[str, Any] = {"num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
+    fit(model, callback, max_epochs=3, **options)
+    validator = quiet(callbacks=[callback], limit_val_batches=1)
     score = callback.best_model_score
     validator.validate(model, ckpt_path=callback.best_model_path, verbose=False)
     assert score is not None
@@ -153,31 +125,30 @@ def test_last_is_always_the_newest_and_no_link_dangles(trigger: str, tmp_path: P
                 seen.append((step_of(tmp_path / "last.ckpt"), step_of(newest)))
 
     callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=-1, **TRIGGERS[trigger])
-    Trainer(max_epochs=3, callbacks=[callback, Look()], **QUIET).fit(Noisy())
+    fit(Noisy(), callback, Look(), max_epochs=3)
     assert seen
     assert all(last == newest for last, newest in seen)
     assert step_of(callback.last_model_path) == 12
 
 
 def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
-    Trainer(max_epochs=3, callbacks=[Checkpoint(tmp_path, every_n_steps=5, save_top_k=-1)], **QUIET).fit(Noisy())
+    fit(Noisy(), Checkpoint(tmp_path, every_n_steps=5, save_top_k=-1), max_epochs=3)
     assert names(tmp_path) == ["epoch001-step000005.ckpt", "epoch002-step000010.ckpt", "last.ckpt"]
 
 
 def test_last_costs_no_second_file(tmp_path: Path) -> None:
-    Trainer(max_epochs=1, callbacks=[Checkpoint(tmp_path)], **QUIET).fit(Noisy())
+    fit(Noisy(), Checkpoint(tmp_path), max_epochs=1)
     assert os.path.samefile(tmp_path / "epoch000-step000004.ckpt", tmp_path / "last.ckpt")
 
 
 def test_the_best_score_survives_a_resume_into_a_new_directory(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     first = Checkpoint(old, monitor="val/loss", save_top_k=2)
-    Trainer(max_epochs=2, callbacks=[first], **QUIET).fit(Falling([0.3, 0.1]))
+    fit(Scored([0.3, 0.1]), first)
     before = {path: path.read_bytes() for path in old.iterdir()}
 
     second = Checkpoint(new, monitor="val/loss", save_top_k=2)
-    scores = [0.3, 0.1, 0.9, 0.2, 0.8]
-    Trainer(max_epochs=5, callbacks=[second], **QUIET).fit(Falling(scores), ckpt_path=str(old / "last.ckpt"))
+    fit(Scored([0.3, 0.1, 0.9, 0.2, 0.8]), second, resume=old / "last.ckpt")
     assert second.best_model_path == str(old / "epoch001-step000004.ckpt")
     assert float(second.best_model_score or 0) == pytest.approx(0.1)
     assert {path: path.read_bytes() for path in old.iterdir()} == before
@@ -185,20 +156,19 @@ def test_the_best_score_survives_a_resume_into_a_new_directory(tmp_path: Path) -
 
 
 def test_a_typo_in_monitor_fails_by_the_first_validation_with_a_usable_file(tmp_path: Path) -> None:
-    trainer = Trainer(max_epochs=5, callbacks=[Checkpoint(tmp_path, monitor="val/los")], **QUIET)
+    trainer = quiet(max_epochs=5, callbacks=[Checkpoint(tmp_path, monitor="val/los")])
     with pytest.raises(ConfigError, match=r"monitor=val/los was not logged. Logged so far: val/loss\."):
         trainer.fit(Noisy())
     assert trainer.global_step == 4
     assert find_newest(tmp_path) == tmp_path / "last.ckpt"
-    trainer = Trainer(max_epochs=2, callbacks=[Checkpoint(tmp_path, monitor="val/loss")], **QUIET)
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):  # the monitor has a new name
-        trainer.fit(Noisy(), ckpt_path=str(tmp_path / "last.ckpt"))
+        fit(Noisy(), Checkpoint(tmp_path, monitor="val/loss"), max_epochs=2, resume=tmp_path / "last.ckpt")
     assert step_of(tmp_path / "last.ckpt") == 8
 
 
 def test_a_metric_of_later_validations_is_waited_for(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path, monitor="val/loss", every_n_epochs=1)
-    Trainer(max_epochs=4, check_val_every_n_epoch=2, callbacks=[callback], **QUIET).fit(Falling([9, 0.4, 9, 0.5]))
+    fit(Scored([9, 0.4, 9, 0.5]), callback, check_val_every_n_epoch=2)
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
 
 
@@ -216,7 +186,7 @@ def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("evener.trainer.checkpoint.file_io.os.fsync", fsync)
     callback = Checkpoint(tmp_path, monitor="val/loss", on_error="warn")
-    Trainer(max_epochs=3, callbacks=[callback, Fill()], **QUIET).fit(Falling([0.5, 0.1, 0.9]))
+    fit(Scored([0.5, 0.1, 0.9]), callback, Fill())
     assert names(tmp_path) == ["epoch000-step000002.ckpt", "last.ckpt"]
     assert callback.best_model_path == str(tmp_path / "epoch000-step000002.ckpt")
     assert float(callback.best_model_score or 0) == 0.5
@@ -227,21 +197,18 @@ def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatc
 def test_saving_in_the_background_keeps_the_same_files(tmp_path: Path, option: str) -> None:
     callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2, **{option: True})  # pyright: ignore
     assert callback._background
-    Trainer(max_epochs=4, callbacks=[callback], **QUIET).fit(Falling([0.5, 0.2, 0.9, 0.4]))
+    fit(Scored([0.5, 0.2, 0.9, 0.4]), callback)
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
     assert step_of(tmp_path / "last.ckpt") == 8
 
 
 def test_lightnings_own_trainer_can_save_with_it_and_read_its_files(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, monitor="val/loss")
-    stock = {**QUIET, "strategy": "auto"}
-    pl.Trainer(max_epochs=2, callbacks=[callback], **stock).fit(Falling([0.5, 0.2]))
+    fit(Scored([0.5, 0.2]), Checkpoint(tmp_path, monitor="val/loss"), kind=pl.Trainer)
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
-    callbacks = [Checkpoint(tmp_path, monitor="val/loss")]
-    last = str(tmp_path / "last.ckpt")
-    Trainer(max_epochs=3, callbacks=callbacks, **QUIET).fit(Falling([0.5, 0.2, 0.1]), ckpt_path=last)
+    callback, last = Checkpoint(tmp_path, monitor="val/loss"), tmp_path / "last.ckpt"
+    fit(Scored([0.5, 0.2, 0.1]), callback, resume=last)
     assert names(tmp_path) == ["epoch002-step000006.ckpt", "last.ckpt"]
-    pl.Trainer(max_epochs=4, callbacks=callbacks, **stock).fit(Falling([1, 1, 1, 0]), ckpt_path=last)
+    fit(Scored([1, 1, 1, 0]), callback, resume=last, kind=pl.Trainer)
     assert names(tmp_path) == ["epoch003-step000008.ckpt", "last.ckpt"]
 
 
@@ -262,13 +229,10 @@ def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
 
 
 def test_two_callbacks_with_different_triggers_save_side_by_side_and_resume(tmp_path: Path) -> None:
-    def trainer(epochs: int) -> Trainer:
+    for scores, resume in (([1.0], None), ([1.0, 0.5], tmp_path / "epochs/last.ckpt")):
         by_epoch = Checkpoint(tmp_path / "epochs", every_n_epochs=1, save_top_k=-1)
         by_step = Checkpoint(tmp_path / "steps", every_n_steps=2, save_top_k=-1)
-        return Trainer(callbacks=[by_epoch, by_step], max_epochs=epochs, **QUIET)
-
-    trainer(1).fit(Falling([1.0]))
-    trainer(2).fit(Falling([1.0, 0.5]), ckpt_path=tmp_path / "epochs/last.ckpt", weights_only=True)
+        fit(Scored(scores), by_epoch, by_step, resume=resume)
     for folder in ("epochs", "steps"):
         names = sorted(path.name for path in (tmp_path / folder).glob("epoch*.ckpt"))
         assert [re.sub(".*step", "", name) for name in names] == ["000002.ckpt", "000004.ckpt"]
@@ -276,9 +240,7 @@ def test_two_callbacks_with_different_triggers_save_side_by_side_and_resume(tmp_
 
 def test_scores_are_kept_if_the_trigger_changes(tmp_path: Path) -> None:
     options = {"monitor": "val/loss", "save_top_k": 1}
-    first = Checkpoint(tmp_path, every_n_epochs=1, **options)
-    Trainer(callbacks=[first], max_epochs=1, **QUIET).fit(Falling([0.25]))
+    fit(Scored([0.25]), Checkpoint(tmp_path, every_n_epochs=1, **options))
     second = Checkpoint(tmp_path, every_n_steps=2, **options)
-    trainer = Trainer(callbacks=[second], max_epochs=2, **QUIET)
-    trainer.fit(Falling([0.25, 0.75]), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    fit(Scored([0.25, 0.75]), second, resume=tmp_path / "last.ckpt")
     assert second.best_model_score == 0.25

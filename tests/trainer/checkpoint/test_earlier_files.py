@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
-from evener.trainer import Trainer
 from evener.trainer.checkpoint.file_io import is_good, read
 
 FILES = Path(__file__).parent / "files"
@@ -25,28 +24,18 @@ def test_a_file_of_an_earlier_version_is_good_and_read(path: str) -> None:
     assert found["hyper_parameters"] == {"cfg": {"lr": 0.1, "out": 0.1}, "where": "a/b"}
 
 
-class Means(pl.LightningModule):
+class Means(Tiny):
     """Logs an epoch's mean of its batches, and their largest value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("mean", batch.mean(), on_step=True, on_epoch=True)
         self.log("largest", batch.max(), on_step=False, on_epoch=True, reduce_fx="max")
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def _fit(path: Path, resume: Path | None = None) -> dict[str, float]:
     save = LambdaCallback(on_train_batch_end=lambda trainer, *args: args[-1] == 1 and trainer.save_checkpoint(path))
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[save], logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet(callbacks=[save])
     trainer.fit(Means(), DataLoader(torch.tensor([[9.0], [1], [2], [3], [4]]), 2), ckpt_path=resume)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

@@ -9,7 +9,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks, run_script
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from tiny import Tiny, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric, SumMetric
@@ -52,10 +53,7 @@ def fit(steps: int, resume: Path | None = None, **options: Any) -> tuple[Counted
     pl.seed_everything(3, verbose=False)
     module = Counted()
     x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    options = {"devices": 1, "logger": False, "enable_checkpointing": "callbacks" in options, **options}
-    trainer = Trainer(
-        accelerator="cpu", max_steps=steps, enable_progress_bar=False, enable_model_summary=False, **options
-    )
+    trainer = quiet(max_steps=steps, **options)
     trainer.fit(module, DataLoader(TensorDataset(x, torch.arange(20)), 4, shuffle=True), ckpt_path=resume)
     return module, trainer
 
@@ -187,7 +185,7 @@ def test_a_script_saves_where_its_ranks_have_ended(steps: int, tmp_path: Path) -
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_schedule_of_accumulation_holds_for_the_rest_of_an_epoch(steps: int, tmp_path: Path) -> None:
     def options() -> dict[str, Any]:
-        return {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})], "enable_checkpointing": False}
+        return {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})]}
 
     whole = fit(8, **options())  # 3 steps of an epoch of two batches each, then 2 of three
     first = fit(steps, **options())
@@ -198,12 +196,12 @@ def test_a_schedule_of_accumulation_holds_for_the_rest_of_an_epoch(steps: int, t
         torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
 
 
-class Recording(pl.LightningModule):
+class Recording(Tiny):
     """Notes the samples of each batch, in a shuffled order, and their means of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(1, 1), list[float]()
+        self.seen = list[float]()
         self.squares, self.all_squares = MeanMetric(), MeanMetric()
         self.means = list[dict[str, float]]()
 
@@ -213,7 +211,7 @@ class Recording(pl.LightningModule):
         self.log("mean", (batch_idx + 1.0) * batch[0].mean(), on_step=False, on_epoch=True)
         self.squares(self.current_epoch + batch[0].square())
         self.log("squares", self.squares, on_step=False, on_epoch=True)
-        return self.layer(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
         logged = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
@@ -221,9 +219,6 @@ class Recording(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -238,12 +233,10 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
         module = Recording()
         data = TensorDataset(torch.arange(8.0).reshape(8, 1))
         loader = DataLoader(data, batch_size=2, shuffle=True)
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=3, accumulate_grad_batches=accumulate, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks), num_sanity_val_steps=0,
-        )  # fmt: skip
-        trainer.fit(module, loader, loader if validates else None, ckpt_path=resumed)
+        options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0}
+        quiet(max_epochs=3, callbacks=list(callbacks), **options).fit(
+            module, loader, loader if validates else None, ckpt_path=resumed
+        )
         return module
 
     saver = ModelCheckpoint(tmp_path, "{step}-{epoch}", every_n_train_steps=1, save_top_k=-1)
@@ -266,24 +259,6 @@ def test_what_lightnings_callback_saved_after_any_batch_goes_on_with_the_next(
         assert resumed.means == whole.means[3 - len(resumed.means) :], path.name
 
 
-@pytest.mark.parametrize("steps", [6, 8, 12])
-def test_averaging_with_a_schedule_of_its_own_goes_on_within_an_epoch(steps: int, tmp_path: Path) -> None:
-    # The callback makes its schedule at the start of an epoch: the rest of the epoch went without, and the next ones
-    # were a step behind.
-    def options() -> dict[str, Any]:
-        averaging = StochasticWeightAveraging(0.001, swa_epoch_start=2, annealing_epochs=3)
-        return {"callbacks": [averaging], "enable_checkpointing": False, "max_epochs": 5}
-
-    whole = fit(-1, **options())
-    first = fit(steps, **options())
-    first[1].save_checkpoint(file := tmp_path / "own.ckpt")
-    second = fit(-1, file, **options())
-    assert second[1].global_step == whole[1].global_step
-    assert second[1].optimizers[0].param_groups[0]["lr"] == pytest.approx(whole[1].optimizers[0].param_groups[0]["lr"])
-    for name, value in whole[0].state_dict().items():
-        torch.testing.assert_close(second[0].state_dict()[name], value, rtol=0, atol=1e-10)
-
-
 class Counting(IterableDataset[Any]):
     """A stream whose samples can be read once, as those of a queue."""
 
@@ -299,10 +274,7 @@ def test_a_run_that_goes_on_after_an_epoch_reads_no_more_of_a_stream_than_it_tra
     # it read the batches of the epoch before, to skip them, and of the next one before that began
     streams = [Counting(), Counting()]
     for stream, num_epochs in zip(streams, (2, 4), strict=True):
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=num_epochs, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet(max_epochs=num_epochs)
         path = tmp_path / "own.ckpt"
         trainer.fit(Counted(), DataLoader(stream, 1), ckpt_path=path if path.exists() else None)
         trainer.save_checkpoint(path)

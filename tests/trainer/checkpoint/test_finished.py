@@ -6,28 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 
 
-class Flat(pl.LightningModule):
+class Flat(Tiny):
     """Its validation loss never gets better."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.trained: list[int] = []
         self.epoch_ends: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.trained.append(self.trainer.global_step)
         time.sleep(0.02)
-        return self.layer(batch).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", 1.0)
@@ -35,21 +34,13 @@ class Flat(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.epoch_ends.append(self.trainer.current_epoch)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(folder: Path, resume: Path | None = None, **options: Any) -> tuple[Flat, Trainer]:
     module = Flat()
     loader = DataLoader(torch.arange(8.0)[:, None], 2)
-    trainer = Trainer(
-        callbacks=[
-            EarlyStopping("loss", patience=2),
-            Checkpoint(folder, interval_s=0, save_top_k=-1, filename="{step}", save_last=True),
-        ],
-        num_sanity_val_steps=0, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, **{"max_epochs": 9, **options},
-    )  # fmt: skip
+    saver = Checkpoint(folder, interval_s=0, save_top_k=-1, filename="{step}", save_last=True)
+    callbacks = [EarlyStopping("loss", patience=2), saver]
+    trainer = quiet(callbacks=callbacks, num_sanity_val_steps=0, **{"max_epochs": 9, **options})
     trainer.fit(module, loader, loader, ckpt_path=resume)
     return module, trainer
 

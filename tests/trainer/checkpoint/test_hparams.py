@@ -12,9 +12,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from tiny import quiet
 from torch import nn
 
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._plain_data import to_plain
 from evener.trainer.checkpoint.file_io import read, write
@@ -87,7 +87,7 @@ class Whole(pl.LightningModule):
 
 
 def saved(module: pl.LightningModule, folder: Path) -> Path:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer = quiet()
     trainer.strategy.connect(module)
     trainer.save_checkpoint(folder / "a.ckpt")
     return folder / "a.ckpt"
@@ -215,12 +215,10 @@ def test_hooks_and_resumed_runs_see_what_was_saved(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
     loader = torch.utils.data.DataLoader(cast(Any, [torch.ones(1)] * 2))
     for epochs, path in ((1, None), (2, str(tmp_path / "last.ckpt"))):
         module = Sees(cfg=OmegaConf.create({"a": 1, "b": "${a}"}))
-        trainer = Trainer(max_epochs=epochs, callbacks=[Checkpoint(tmp_path)], enable_model_summary=False, **quiet)
-        trainer.fit(module, loader, ckpt_path=path)
+        quiet(max_epochs=epochs, callbacks=[Checkpoint(tmp_path)]).fit(module, loader, ckpt_path=path)
     Sees.load_from_checkpoint(tmp_path / "last.ckpt")
     assert [(type(cfg), ours) for cfg, ours in seen] == [(DictConfig, set())] * 2
 

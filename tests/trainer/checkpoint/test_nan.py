@@ -5,73 +5,53 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
-from pytorch_lightning.strategies import Strategy
-from torch import Tensor, nan
-from torch.utils.data import DataLoader, TensorDataset
+from tiny import Scored, quiet
+from torch import nan
 
 from evener.strategies.core.module_checks import has_nan
-from evener.trainer import Result, Trainer, compose, train
+from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.train import run_job
 from evener.trainer.job.summary import summary_rows
 from evener.trainer.study.sweep import Variant, best_of
 
 
-class Scored(pl.LightningModule):
-    """One step per epoch; scores and weights are as given.
+class Damaged(Scored):
+    """From an epoch on its steps leave nan in the weights."""
 
-    Args:
-        scores: `val` of each epoch.
-        damaged_from: the first epoch whose step leaves nan in the weights.
-    """
+    name = "val"
 
     def __init__(self, scores: list[float], damaged_from: int = 99) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.scores = scores
+        super().__init__(scores)
         self.damaged_from = damaged_from
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.layer(batch[0]).square().mean()
-        return loss * (nan if self.current_epoch >= self.damaged_from else 1.0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.scores[self.current_epoch])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (nan if self.current_epoch >= self.damaged_from else 1.0)
 
 
-ONE_BATCH: Any = DataLoader(TensorDataset(torch.ones(4, 1)), 4)
-
-
-def fit(
-    module: pl.LightningModule, folder: Path, strategy: str | Strategy = "single_device", **options: Any
-) -> Checkpoint:
+def fit(module: Damaged, folder: Path, **options: Any) -> Checkpoint:
+    """One step per epoch, for as many as there are scores."""
     checkpoint = Checkpoint(folder, filename="epoch{epoch}", **options)
-    epochs = len(module.scores) if isinstance(module, Scored) else 1
-    trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=epochs, callbacks=[checkpoint], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer.fit(module, ONE_BATCH, ONE_BATCH if isinstance(module, Scored) else None)
+    trainer = quiet(
+        max_epochs=len(module.scores), callbacks=[checkpoint], num_sanity_val_steps=0, limit_train_batches=1
+    )
+    trainer.fit(module)
     return checkpoint
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_score_that_is_nan_is_never_the_best(tmp_path: Path, mode: Any) -> None:
     # Lightning takes it for the worst number, which is the best of one.
-    checkpoint = fit(Scored([nan, 0.5, nan]), tmp_path, monitor="val", mode=mode, save_top_k=2)
+    checkpoint = fit(Damaged([nan, 0.5, nan]), tmp_path, monitor="val", mode=mode, save_top_k=2)
     assert Path(checkpoint.best_model_path).name == "epoch1.ckpt"
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch1.ckpt", "last.ckpt"]
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
 
 
 def test_without_any_number_nothing_is_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoint = fit(Scored([nan, nan]), tmp_path, monitor="val")
+    checkpoint = fit(Damaged([nan, nan]), tmp_path, monitor="val")
     assert checkpoint.best_model_path == ""
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
     assert caplog.text.count("val is nan, so this state is not kept as one of the best") == 1
@@ -79,17 +59,17 @@ def test_without_any_number_nothing_is_the_best(tmp_path: Path, caplog: pytest.L
 
 def test_weights_with_nan_are_never_the_best_whatever_their_score(tmp_path: Path) -> None:
     # An accuracy stays a number: the arg max of nan is the first class.
-    checkpoint = fit(Scored([0.3, 0.9, 0.9], damaged_from=1), tmp_path, monitor="val", mode="max", save_top_k=3)
+    checkpoint = fit(Damaged([0.3, 0.9, 0.9], damaged_from=1), tmp_path, monitor="val", mode="max", save_top_k=3)
     assert [Path(path).name for path in checkpoint.best_k_models] == ["epoch0.ckpt"]
 
 
 def test_weights_with_nan_do_not_replace_the_newest(tmp_path: Path) -> None:
-    checkpoint = fit(Scored([0.0, 0.0, 0.0], damaged_from=2), tmp_path)
+    checkpoint = fit(Damaged([0.0, 0.0, 0.0], damaged_from=2), tmp_path)
     assert Path(checkpoint.best_model_path).name == "epoch1.ckpt"
 
 
 def test_a_policy_that_keeps_all_files_keeps_these_too(tmp_path: Path) -> None:
-    checkpoint = fit(Scored([nan, 0.5, nan]), tmp_path, monitor="val", save_top_k=-1)
+    checkpoint = fit(Damaged([nan, 0.5, nan]), tmp_path, monitor="val", save_top_k=-1)
     assert len(list(tmp_path.glob("epoch*.ckpt"))) == 3
     assert Path(checkpoint.best_model_path).name == "epoch1.ckpt"
 
@@ -108,15 +88,10 @@ def test_nan_is_found_in_weights_of_any_kind() -> None:
     assert has_nan(module)
 
 
-def test_nan_is_found_in_complex_weights() -> None:
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_nan_is_found_in_complex_weights_and_in_those_of_eight_bits(dtype: torch.dtype) -> None:
     module = torch.nn.Module()
-    module.complex = torch.nn.Parameter(torch.tensor([1.0, nan], dtype=torch.complex64))
-    assert has_nan(module)
-
-
-def test_nan_is_found_in_weights_of_eight_bits() -> None:
-    module = torch.nn.Module()
-    module.small = torch.nn.Parameter(torch.tensor([1.0, nan]).to(torch.float8_e4m3fn), requires_grad=False)
+    module.weight = torch.nn.Parameter(torch.tensor([1.0, nan]).to(dtype), requires_grad=False)
     assert has_nan(module)
 
 
@@ -159,7 +134,7 @@ def test_a_job_that_diverged_is_not_the_best_of_a_sweep() -> None:
     assert best_of([job(0, nan)], maximizes=False) is None
 
 
-class Silent(Scored):
+class Silent(Damaged):
     """Returns None for the given batches."""
 
     def __init__(self, none_at: tuple[int, ...], automatic: bool = True) -> None:

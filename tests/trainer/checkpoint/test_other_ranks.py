@@ -12,6 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks, run_script
+from tiny import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from torchmetrics import CatMetric, MeanMetric
@@ -20,7 +21,6 @@ from torchmetrics.wrappers import Running
 from evener.strategies import BalancedDDPStrategy, DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 from evener.strategies.ddp_model_parallel import DDPModelParallelStrategy
 from evener.strategies.model_parallel import ModelParallelStrategy
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 57, 18, 3
@@ -150,13 +150,7 @@ class Recorded(pl.LightningModule):
         size = {"batch_size": GLOBAL_BATCH} if self.case.given_size else {}
         self.log("loss", loss, on_step=False, on_epoch=True, **size)
         self.log("largest", ids.max().double(), on_step=False, on_epoch=True, reduce_fx="max")
-        self.log(
-            "number",
-            float(len(ids)),
-            on_step=False,
-            on_epoch=True,
-            reduce_fx="sum",
-        )
+        self.log("number", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum")
         if batch_idx == 0:
             self.log("early", loss.detach(), on_step=False, on_epoch=True, sync_dist=True)
         return loss
@@ -194,10 +188,9 @@ def train(folder: Path, case: Case, strategy: str, num_ranks: int, cut: tuple[in
     last = folder / "last.ckpt"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = Trainer(
-            strategy=STRATEGIES[strategy](num_ranks), devices=_num_devices(strategy, num_ranks), accelerator="cpu",
-            max_epochs=NUM_EPOCHS, callbacks=[Checkpoint(folder, interval_s=0.0)], logger=False,
-            enable_progress_bar=False, enable_model_summary=False, **case.trainer,
+        trainer = quiet(
+            strategy=STRATEGIES[strategy](num_ranks), devices=_num_devices(strategy, num_ranks), max_epochs=NUM_EPOCHS,
+            callbacks=[Checkpoint(folder, interval_s=0.0)], **case.trainer,
         )  # fmt: skip
         try:
             trainer.fit(module, case.loader(), ckpt_path=str(last) if last.exists() else None)

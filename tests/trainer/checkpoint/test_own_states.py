@@ -9,11 +9,10 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch import nn
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, IterableDataset
 
 from evener.strategies import ConfigError, DDPStrategy
-from evener.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -39,27 +38,20 @@ class Stateful(DataLoader[Any]):
         self.dataset.last = state["last"]  # type: ignore[attr-defined]
 
 
-class Recording(pl.LightningModule):
+class Recording(Tiny):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(1, 1), list[list[int]]()
+        self.seen = list[list[int]]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(batch.flatten().int().tolist())
-        return self.layer(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def fit(folder: Path, loader: Any, resumed: Path | None = None, **options: Any) -> list[list[int]]:
     module = Recording()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
-        **{"devices": 1, **options},
-    )  # fmt: skip
-    trainer.fit(module, loader, ckpt_path=resumed)
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet(max_epochs=2, callbacks=[saver], **options).fit(module, loader, ckpt_path=resumed)
     return module.seen
 
 
@@ -90,14 +82,12 @@ class ByType(pl.Callback):
 
 def test_a_callbacks_state_may_have_a_class_as_its_key(tmp_path: Path) -> None:
     loader, counter = Stateful(Numbers(), 2), ByType()
-    kept: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "default_root_dir": tmp_path}
-    trainer = Trainer(max_steps=3, **kept, callbacks=[counter])
+    trainer = quiet(max_steps=3, callbacks=[counter])
     trainer.fit(Recording(), loader)
     trainer.save_checkpoint(tmp_path / "by_type.ckpt")
     torch.load(tmp_path / "by_type.ckpt", weights_only=True)
     resumed = ByType()
-    trainer = Trainer(max_steps=5, **kept, callbacks=[resumed])
-    trainer.fit(Recording(), loader, ckpt_path=tmp_path / "by_type.ckpt")
+    quiet(max_steps=5, callbacks=[resumed]).fit(Recording(), loader, ckpt_path=tmp_path / "by_type.ckpt")
     assert resumed.num_batches == 5
 
 

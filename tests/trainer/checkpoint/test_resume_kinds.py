@@ -16,11 +16,11 @@ from pytorch_lightning.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from tiny import quiet
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.checkpoint.file_io import CheckpointError
@@ -90,11 +90,9 @@ class Small(pl.LightningModule):
             both = [SGD(part.parameters(), 0.05, 0.9) for part in (self.backbone, self.head)]
             return both, [lr_scheduler.CosineAnnealingWarmRestarts(one, 3) for one in both]
         optimizer = SGD([p for p in self.parameters() if p.requires_grad], 0.05, 0.9)
-        return (
-            optimizer
-            if self.kind.scheduler is None
-            else {"optimizer": optimizer, "lr_scheduler": self.kind.scheduler(optimizer)}
-        )
+        if self.kind.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.kind.scheduler(optimizer)}
 
     def train_dataloader(self) -> Any:
         return DataLoader(samples()[: self.num_samples], 4, shuffle=True)
@@ -144,11 +142,9 @@ def train(
     torch.manual_seed(5)
     module = Small(kind)
     module.num_samples = num_samples
-    trainer = Trainer(
-        max_epochs=NUM_EPOCHS, callbacks=[*kind.callbacks(), *([saver] if saver else [])], accelerator="cpu",
-        logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        default_root_dir=folder, enable_checkpointing=saver is not None, **{"devices": 1, **kind.trainer},
-    )  # fmt: skip
+    callbacks = [*kind.callbacks(), *([saver] if saver else [])]
+    options = {"default_root_dir": folder, "num_sanity_val_steps": 0, **kind.trainer}
+    trainer = quiet(max_epochs=NUM_EPOCHS, callbacks=callbacks, **options)
     trainer.fit(module, ckpt_path=ckpt_path, weights_only=True)
     return {
         "step": trainer.global_step,

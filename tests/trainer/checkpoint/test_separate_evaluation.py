@@ -12,11 +12,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, Subset, random_split
 from torchmetrics import SumMetric
 from torchmetrics.wrappers import Running
 
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._run_state import metric_states, restore_metrics
 
@@ -42,11 +42,7 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
     # its loader, where it is that of training too, and its random streams
     losses: list[list[float]] = []
 
-    class Noisy(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
+    class Noisy(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = (self.layer(batch) + torch.rand_like(batch)).square().mean()
             losses[-1].append(loss.item())
@@ -55,17 +51,11 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             torch.rand(batch_idx + 1)
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     for limit in (0, 1.0):
         losses.append([])
         pl.seed_everything(3, verbose=False)
         loader = DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True)
-        trainer = Trainer(
-            max_epochs=2, limit_val_batches=limit, val_check_interval=2, accelerator="cpu", devices=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet(max_epochs=2, limit_val_batches=limit, val_check_interval=2)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*sampler has shuffling")
             trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
@@ -73,12 +63,11 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
     assert losses[0] == losses[1]
 
 
-class Split(pl.LightningModule):
+class Split(Tiny):
     """Splits its samples in each of its loader methods, as one does who takes the random state there for the same."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.folder, self.read = folder, dict[str, list[float]](train=[], val=[])
 
     def split(self) -> list[Subset[torch.Tensor]]:
@@ -92,7 +81,7 @@ class Split(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.read["train"] += batch.flatten().tolist()
-        return self.layer(batch / 20).square().mean()
+        return super().training_step(batch / 20, batch_idx)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
@@ -101,20 +90,14 @@ class Split(pl.LightningModule):
     def on_fit_end(self) -> None:
         (self.folder / f"{self.current_epoch}-{self.global_rank}").write_text(json.dumps(self.read))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_split_in_both_loader_methods_is_one_split(num_ranks: int, tmp_path: Path) -> None:
     # the sanity check drew its own; ranks, which had looked at samples before, drew another one when resumed
     for epochs in (1, 2):
         pl.seed_everything(3, verbose=False)
-        trainer = Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=num_ranks, strategy="ddp" if num_ranks > 1 else "auto",
-            logger=False, callbacks=[Checkpoint(tmp_path, every_n_epochs=1)], enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+        options: dict[str, Any] = {"devices": num_ranks, "strategy": "ddp" if num_ranks > 1 else "auto"}
+        trainer = quiet(max_epochs=epochs, callbacks=[Checkpoint(tmp_path, every_n_epochs=1)], **options)
         trainer.fit(Split(tmp_path), ckpt_path=tmp_path / "last.ckpt" if epochs > 1 else None)
     read = [[json.loads(path.read_text()) for path in tmp_path.glob(f"{epoch}-*")] for epoch in (1, 2)]
     trained = [{sample for rank in ranks for sample in rank["train"]} for ranks in read]
@@ -132,22 +115,12 @@ def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_train
     # the average of the weights, which took their place for the validation, was saved as the weights
     trained: list[torch.Tensor] = []
 
-    class Averaged(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.layer(batch).square().mean()
-
+    class Averaged(Tiny):
         def on_train_batch_end(self, *_: Any) -> None:
             trained.append(self.layer.weight.detach().clone())
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Swapping(Averaged):
         def on_validation_start(self) -> None:
@@ -158,11 +131,8 @@ def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_train
             self.layer.weight.data.copy_(self.kept)
 
     pl.seed_everything(3, verbose=False)
-    trainer = Trainer(
-        callbacks=[Checkpoint(tmp_path), *([] if in_module else [EMAWeightAveraging(decay=0.5)])],
-        max_epochs=2, num_sanity_val_steps=0, accelerator="cpu", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    callbacks = [Checkpoint(tmp_path), *([] if in_module else [EMAWeightAveraging(decay=0.5)])]
+    trainer = quiet(callbacks=callbacks, max_epochs=2, num_sanity_val_steps=0)
     loader = DataLoader(torch.arange(8.0)[:, None], 2)
     with pytest.raises(SIGTERMException):
         trainer.fit(Swapping() if in_module else Averaged(), loader, DataLoader(torch.arange(6.0)[:, None], 2))

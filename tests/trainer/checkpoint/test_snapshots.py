@@ -13,11 +13,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from launching import running
+from tiny import Tiny, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint, snapshots
 from evener.trainer.checkpoint.file_io import CheckpointError, read
 from evener.trainer.checkpoint.find import find_newest
@@ -34,13 +34,13 @@ def memory_is_given_back(tmp_path: Path) -> Iterator[None]:
         discard(directory)
 
 
-class Fails(pl.LightningModule):
+class Fails(Tiny):
     """Fails at a step, if one is given, and remembers the steps that it began."""
 
     def __init__(self, at: int | None = None) -> None:
-        super().__init__()
         torch.manual_seed(1)
-        self.layer = torch.nn.Linear(2, 1).double()
+        super().__init__(2)
+        self.double()
         self.at = at
         self.begun: list[int] = []
 
@@ -48,7 +48,7 @@ class Fails(pl.LightningModule):
         if self.global_step == self.at:
             raise KeyError("enough")
         self.begun.append(self.global_step)
-        return self.layer(batch[0]).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -56,10 +56,7 @@ class Fails(pl.LightningModule):
 
 def fit(folder: Path, module: Fails, checkpoint: Path | None = None, **options: Any) -> None:
     pl.seed_everything(3, verbose=False)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Checkpoint(folder, every_n_epochs=1, **options)],
-    )  # fmt: skip
+    trainer = quiet(max_epochs=2, callbacks=[Checkpoint(folder, every_n_epochs=1, **options)])
     data = TensorDataset(torch.arange(20.0, dtype=torch.float64).reshape(10, 2) / 20)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers")
