@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,6 +151,12 @@ def test_the_functions_on_a_batch_s_way_are_in_their_files() -> None:
     steps = STEP.findall(page)
     assert len(steps) == len(re.findall(r"^\| \d", page, flags=re.MULTILINE)) > 30
     assert [f"{file}: {name}" for file, name in steps if name not in defined_in(DOCS.parent / file)] == []
+
+
+def test_the_code_on_the_page_of_architecture_is_the_product_s() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    [(file, code)] = re.findall(r"```python\n# (\S+)\n(.*?)```", page, flags=re.DOTALL)
+    assert textwrap.indent(code, "    ") in (DOCS.parent / file).read_text(encoding="utf-8")
 
 
 def defined_in(file: Path) -> set[str]:

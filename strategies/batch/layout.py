@@ -1,25 +1,33 @@
 """Define what a layout is: how one process uses its devices. Strategies, loops and callbacks know nothing else of them.
 
-layout          one process holds                    where
-SingleLayout    the module on one device             here
-ReplicaLayout   a copy per device, the batch is cut  strategies/replicas/layout.py
-StageLayout     one copy, cut across its devices     strategies/pipeline/layout.py
+layout          one process holds                    parts of a batch                    where
+SingleLayout    the module on one device             none                                here
+ReplicaLayout   a copy per device, the batch is cut  replicas, each on its device        strategies/replicas/layout.py
+StageLayout     one copy, cut across its devices     micro-batches, one after the other  strategies/pipeline/layout.py
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..core.errors import PartsDiffer
+from ..core.module_checks import has_batchnorm
+from ..core.types import Batch, Chunk
 from .exact.loss_reader import LossReader
+from .log_recorder import LogRecorder
 from .losses import losses_in
+from .policies import Policy, without_single_samples
 from .run_structures import RunStructures
 from .whole.over_batch import end_of_step
 from .whole.whole_steps import WholeSteps
+
+Attach: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Layout(Protocol):
@@ -142,3 +150,91 @@ class SingleLayout(Layout):
             output = self._end(output)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
+
+
+class PartsLayout(Layout):
+    """A layout that cuts batches.
+
+    Attributes:
+        strategy: name that begins messages.
+        policy: computes the samples of each part.
+        num_parts: of a batch.
+        structures: how batches are cut, and results are joined.
+    """
+
+    strategy: str
+    policy: Policy
+    num_parts: int
+
+    def __post_init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.structures = RunStructures()
+        self._module: pl.LightningModule | None = None
+        self._has_batchnorm = False
+        self._told = WarningCache()
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        assert self._module is not None, "the run has not begun"
+        return self._module
+
+    @property
+    def logs(self) -> LogRecorder:
+        """Records what the parts log."""
+        raise NotImplementedError
+
+    @override
+    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
+        self._module, self.structures = trainer.lightning_module, structures
+        self._has_batchnorm = has_batchnorm(trainer.lightning_module)
+
+    def train_parts(self, batch: Batch, *rest: Any) -> Any:
+        """Run a training step in parts of a batch; returns what the step would of the whole one."""
+        chunks, sizes = self.cut(batch)
+        outputs, attach = self.run_parts(chunks, sizes, rest)
+        results, end = self.structures.of_results("training_step"), end_of_step(self.module)
+        if end is not None:  # it computes the loss of the joined outputs
+            self.logs.replay(sizes)
+            return end(results.join(outputs, sizes, self.devices[0]))
+        result = self.logs.combine(outputs, sizes, results)
+        self.losses = self.logs.losses
+        if isinstance(result, dict):
+            return {**result, "loss": attach(result["loss"])}
+        return None if result is None else attach(result)
+
+    def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
+        """Run the training step on each part that has samples, with the `rest` of its arguments.
+
+        Returns:
+            What it returned for each, and what has the loss of the batch go backward through them.
+        """
+        raise NotImplementedError
+
+    def cut(self, batch: Batch, loader: int = 0) -> tuple[list[Chunk], list[int]]:
+        """Cut a batch of a loader; returns the parts, and their samples.
+
+        Raises:
+            PartsDiffer: it can't be cut.
+        """
+        structure = self.structures.of_batch(self.module.trainer, loader)
+        num = structure.num_samples(batch)
+        if not num:
+            raise PartsDiffer(
+                f"{self.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no tensor "
+                "with rows and no list. Give tensors of shape (samples, ...), or define __len__ and split(sizes)."
+            )
+        sizes = self.sizes(num)
+        return structure.split(batch, sizes), sizes
+
+    def sizes(self, num: int) -> list[int]:
+        """The samples of each part of `num`."""
+        sizes = self.policy.sizes(num, self.num_parts)
+        if not (self._has_batchnorm and self.module.training and 1 in sizes):
+            return sizes
+        self.tell("BatchNorm can't normalise a single sample in training, so chunks of one are merged into others.")
+        return without_single_samples(sizes)
+
+    def tell(self, message: str) -> None:
+        """Say something once."""
+        self._told.info(f"{self.strategy}: {message}")

@@ -22,12 +22,13 @@ from typing import Any, TypeAlias
 
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch, Chunk, Sizes
-from ._cut import Role, cut
 from .batch_dims import REDUCTIONS, DeclaredDims
 from .tree import (
     Path,
+    Role,
     called,
     children,
+    cut,
     is_array,
     is_sequence,
     length,

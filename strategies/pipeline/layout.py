@@ -1,6 +1,6 @@
 """Lay a module out as stages: one copy, cut across the devices of the process; a batch may be cut in time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,25 +9,24 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.apply_func import move_data_to_device
-from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..batch.layout import Layout
+from ..batch.layout import Attach, PartsLayout
+from ..batch.log_recorder import LogRecorder
 from ..batch.losses import FOUND, losses_in
-from ..batch.policies import Even, without_single_samples
+from ..batch.policies import Even
 from ..batch.run_structures import RunStructures
-from ..batch.structure import BatchStructure
 from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError, PartsDiffer
+from ..core.errors import ConfigError
 from ..core.executor import ThreadState
-from ..core.module_checks import has_batchnorm, hooked, resting_device, verify_takes_batches
+from ..core.module_checks import hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
-from ..core.types import Batch
+from ..core.types import Batch, Chunk
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches
 from ._time_balance import TimeBalance
@@ -36,7 +35,7 @@ from .stages import Stages
 
 
 @dataclass
-class StageLayout(Layout):
+class StageLayout(PartsLayout):
     """Runs every step through the stages, a training step in micro-batches.
 
     Args:
@@ -52,13 +51,11 @@ class StageLayout(Layout):
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.policy, self.num_parts = Even(), self.options.num_microbatches
         self.stages = Stages(self.devices, self.options)
-        self.losses: list[Tensor] = []
-        self.structures = RunStructures()
         self._microbatches: MicroBatches | None = None
-        self._module: pl.LightningModule | None = None
-        self._has_batchnorm = self._gets_whole = False
-        self._told = WarningCache()
+        self._gets_whole = False
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
         self._has_moved = False
@@ -71,7 +68,7 @@ class StageLayout(Layout):
         device = self.stages.meeting_device
         if not self.cut_by or not is_accelerator(device) or self._module is None:
             return device
-        return resting_device(self._module.trainer, device, self._told.info)
+        return resting_device(self._module.trainer, device, self.tell)
 
     @property
     @override
@@ -112,10 +109,9 @@ class StageLayout(Layout):
 
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
-        self._module = module = trainer.lightning_module
-        self.structures = structures
+        super().begin(trainer, structures)
+        module = trainer.lightning_module
         self.stages.begin()
-        self._has_batchnorm = has_batchnorm(module)
         self._new_microbatches(module)
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -131,15 +127,13 @@ class StageLayout(Layout):
             return self._step(name, *args, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        step = getattr(self._module, name)
         if self._has_moved or name in self.whole.names:  # the batch was perhaps fetched before
             args = move_data_to_device(args, self.meeting_device)
-        if self.cut_by and is_accelerator(self.stages.meeting_device):
-            step = partial(self._fed, step)
+        step = self._fed_step(name)
         if name != "training_step":
             return step(*args, **kwargs)
         if self.cut_by:  # the last micro-batch is to begin its backward pass without waiting for the root device
-            return self._step_in_microbatches(step, *args, **kwargs)
+            return self.train_parts(*args, **kwargs)
         output = ended(self._module, step(*args, **kwargs))
         self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
@@ -147,6 +141,11 @@ class StageLayout(Layout):
             return move_data_to_device(output, self.devices[0])
         scalars = {key: output[key] for key in ("loss", "loss_weight", FOUND) if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.devices[0])}
+
+    def _fed_step(self, name: str) -> Callable[..., Any]:
+        """The module's step; where batches, or micro-batches, may wait on the host, one that has them copied."""
+        step = getattr(self._module, name)
+        return partial(self._fed, step) if self.cut_by and is_accelerator(self.stages.meeting_device) else step
 
     def _fed(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
         """Run a step on a batch, or a micro-batch, that may have waited on the host."""
@@ -164,8 +163,7 @@ class StageLayout(Layout):
         if moved is None:
             return False
         self._balance, self._has_moved = None, before != self.stages.meeting_device
-        assert self._module is not None
-        self._new_microbatches(self._module)
+        self._new_microbatches(self.module)
         rank_zero_info(moved)
         return True
 
@@ -188,32 +186,33 @@ class StageLayout(Layout):
         self._microbatches = None
         self.stages.remove()
 
-    def _step_in_microbatches(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        assert self._module is not None
+    @property
+    @override
+    def logs(self) -> LogRecorder:
         assert self._microbatches is not None
-        sizes = self._sizes(batch, self._batch_structure.num_samples(batch))
-        logs = self._microbatches.logs
-        results = self.structures.of_results("training_step")
+        return self._microbatches.logs
+
+    @override
+    def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
+        assert self._microbatches is not None
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        chunks = self._batch_structure.split(batch, sizes)
-        steps = [partial(step, chunk, *args, **kwargs) for chunk in chunks]
-        steps = [self.reader.reading(step, size) for step, size in zip(steps, sizes, strict=True)]
-        gradients = self._gradients(sizes)
-        logs.follow_metrics()
+        step, gradients = self._fed_step("training_step"), self._gradients(sizes)
+        calls = [
+            self.reader.reading(partial(step, chunk, *rest), size) for chunk, size in zip(chunks, sizes, strict=True)
+        ]
+        self.logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.needs_all else None
-        with logs.recording(self.reader.values, "training_step", sizes), self.stages.reading(batch):
-            outputs = self._microbatches.run(names, steps, gradients, meet)
-        result = logs.combine(outputs, sizes, results)
-        self.losses = logs.losses
-        if isinstance(result, dict):
-            return {**result, "loss": gradients.attach(result["loss"])}
-        return None if result is None else gradients.attach(result)
+        with self.logs.recording(self.reader.values, "training_step", sizes), self.stages.reading(chunks):
+            return self._microbatches.run(names, calls, gradients, meet), gradients.attach
 
-    def _gradients(self, sizes: list[int]) -> EarlyGradients:
-        module = self._module
-        assert module is not None
+    @override
+    def sizes(self, num: int) -> list[int]:
+        return [size for size in super().sizes(num) if size]
+
+    def _gradients(self, sizes: Sequence[int]) -> EarlyGradients:
+        module = self.module
         optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
         if self._clears is None:
@@ -222,22 +221,6 @@ class StageLayout(Layout):
         unread = set(map(id, optimized)) if clears else set[int]()
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
         return EarlyGradients(list(parameters), sizes, self.strategy, scale, unread)
-
-    @property
-    def _batch_structure(self) -> BatchStructure:
-        assert self._module is not None, "the run has not begun"
-        return self.structures.of_batch(self._module.trainer)
-
-    def _sizes(self, batch: Batch, num: int | None) -> list[int]:
-        if num is None:
-            raise PartsDiffer(
-                f"{self.cut_by}: the batch of type {type(batch).__name__} holds nothing to count samples by. "
-                "Set num_microbatches=1, or give the batch the methods __len__ and split(sizes)."
-            )
-        sizes = Even().sizes(num, self.options.num_microbatches)
-        if self._has_batchnorm:
-            sizes = without_single_samples(sizes)
-        return [size for size in sizes if size] or [num]
 
 
 def _clears_gradients(module: pl.LightningModule) -> bool:

@@ -1,6 +1,6 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,33 +9,30 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from lightning_utilities.core.rank_zero import WarningCache
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
-from ..batch.layout import Layout
+from ..batch.layout import Attach, PartsLayout
+from ..batch.log_recorder import LogRecorder
 from ..batch.losses import join_evaluated, losses_in
-from ..batch.policies import Even, Policy, without_single_samples
-from ..batch.results import ResultStructure
+from ..batch.policies import Even, Policy
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
 from ..batch.whole.whole_steps import STEPS
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError, PartsDiffer
+from ..core.errors import ConfigError
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
-    has_batchnorm,
     resting_device,
     verify_shapes,
     verify_takes_batches,
     verify_unscripted,
 )
 from ..core.patching import Replacement
-from ..core.types import Batch
+from ..core.types import Batch, Chunk
 from .runner import CutsReplicas, ReplicaRunner
 
 
@@ -59,7 +56,7 @@ class ReplicaOptions:
 
 
 @dataclass
-class ReplicaLayout(Layout):
+class ReplicaLayout(PartsLayout):
     """Runs every step on all replicas and combines what they return to the whole batch's result.
 
     Args:
@@ -76,12 +73,10 @@ class ReplicaLayout(Layout):
     stages: CutsReplicas | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        self.strategy = self.options.strategy
         self.blocks = [self.devices[i : i + self.size] for i in range(0, len(self.devices), self.size)]
-        self.losses: list[Tensor] = []
-        self.structures = RunStructures()
-        self._has_batchnorm = False
-        self._told = WarningCache()
-        self._module: pl.LightningModule | None = None
+        self.num_parts = len(self.blocks)
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
         self._runner: ReplicaRunner | None = None
@@ -104,7 +99,12 @@ class ReplicaLayout(Layout):
         root = self.devices[0]
         if not is_accelerator(root) or len(set(self.devices)) == 1 or self._runner is None or self._forward is not None:
             return root
-        return resting_device(self._trainer, root, self._info_once)
+        return resting_device(self.module.trainer, root, self.tell)
+
+    @property
+    @override
+    def logs(self) -> LogRecorder:
+        return self.runner.logs  # which a run makes anew where the module has changed
 
     @property
     @override
@@ -132,7 +132,7 @@ class ReplicaLayout(Layout):
                 f"{options.strategy}: manual optimization has whole batches, which submodule={options.submodule} "
                 f"would cut. Use {options.instead}, or leave submodule out."
             )
-        self._info_once(
+        self.tell(
             f"{type(module).__name__} optimizes manually, so its steps get whole batches, on the first device alone. "
             f"{options.instead} is faster."
         )
@@ -157,13 +157,12 @@ class ReplicaLayout(Layout):
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         module, options = trainer.lightning_module, self.options
-        self._module, self.structures = module, structures
+        super().begin(trainer, structures)
         if self.stages is not None:
             self.stages.begin()
         elif len(set(self.devices)) > 1:  # what replicas leave behind meets on the root device
             self._mixed = MixedDevices(lambda: self.devices[::-1], stays=True)
             self._mixed.begin()
-        self._has_batchnorm = has_batchnorm(module)
         part = module if options.submodule is None else module.get_submodule(options.submodule)
         verify_unscripted(part)
         root_call = None if part is module else part.forward
@@ -184,7 +183,7 @@ class ReplicaLayout(Layout):
             return ended(self._module, output) if name == "training_step" else output
         if name in self.whole.names:
             return self._whole_step(name, *args, **kwargs)
-        return self._training_step(*args) if name == "training_step" else self._evaluation_step(name, *args)
+        return self.train_parts(*args) if name == "training_step" else self._evaluation_step(name, *args)
 
     @override
     def weights_changed(self) -> None:
@@ -202,25 +201,20 @@ class ReplicaLayout(Layout):
             self.stages.remove()
         self._runner = self._forward = self._mixed = None
 
-    def _training_step(self, batch: Batch, *rest: Any) -> Any:
-        structure, root = self.structures.of_results("training_step"), self.devices[0]
-        end = end_of_step(self._module)
-        outputs, sizes = self._run("training_step", batch, rest, 0, reader=None if end else self.reader)
-        logs = self.runner.logs  # which a run makes anew where the module has changed
-        if end is not None:
-            logs.replay(sizes)
-            return end(structure.join(outputs, sizes, root))
-        self.reader.scale()
-        result = logs.combine(outputs, sizes, structure)
-        self.losses = logs.losses
-        return result
+    @override
+    def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
+        reader = self.reader if end_of_step(self._module) is None else None
+        outputs = self._run("training_step", chunks, sizes, rest, reader=reader)
+        if reader is not None:
+            reader.scale()
+        return outputs, lambda loss: loss  # it is computed of theirs
 
     def _whole_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step on the first replica, on the whole batch."""
         args = move_data_to_device(args, self.devices[0])  # it may wait on the host
         is_evaluated = name in ("validation_step", "test_step")
         block = nullcontext() if self.stages is None else self.stages.on_devices(self.blocks[0])
-        lists = partial(self.structures.lists.of_replicas, self.runner.logs.modules[:1], [0], [1])
+        lists = partial(self.structures.lists.of_replicas, self.logs.modules[:1], [0], [1])
         with block, lists() if is_evaluated else nullcontext():
             output = getattr(self._module, name)(*args, **kwargs)
         if name == "training_step":
@@ -237,56 +231,24 @@ class ReplicaLayout(Layout):
                 "dimension, so they can't be split. Choose a submodule that takes the batch."
             )
         results = self.structures.of_results("submodule")
-        sizes = results.unequal(self._sizes(num))
+        sizes = results.unequal(self.sizes(num))
         outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
-        self.runner.logs.replay(sizes)
+        self.logs.replay(sizes)
         return results.join(outputs, sizes, self.devices[0])
 
     def _evaluation_step(self, name: str, batch: Batch, *rest: Any) -> Any:
-        index = dataloader_index(self._trainer, rest)
+        index = dataloader_index(self.module.trainer, rest)
         results = self.structures.of_results(name, index)
-        outputs, sizes = self._run(name, batch, rest, index, results)
-        joined, losses = join_evaluated(outputs, sizes, results, self.devices[0], self.options.strategy)
-        self.runner.logs.replay(sizes, losses)
+        chunks, sizes = self.cut(batch, index)
+        outputs = self._run(name, chunks, sizes, rest, index)
+        joined, losses = join_evaluated(outputs, sizes, results, self.devices[0], self.strategy)
+        self.logs.replay(sizes, losses)
         return joined
 
     def _run(
-        self, name: str, batch: Batch, rest: tuple[Any, ...], dataloader_idx: int,
-        results: ResultStructure | None = None, reader: LossReader | None = None,
-    ) -> tuple[list[Any], list[int]]:  # fmt: skip
-        """Run a step on the chunks of a batch; returns their outputs, and all sizes."""
-        structure = self.structures.of_batch(self._trainer, dataloader_idx)
-        sizes = self._sizes(self._num_samples(batch, structure.num_samples(batch)))
-        if results is not None and not any(rest[:1]):  # the first batch of each pass, also of one that is resumed
-            sizes = results.unequal(sizes)
-        chunks = structure.split(batch, sizes)
+        self, name: str, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any], loader: int = 0,
+        reader: LossReader | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Run a step on the chunks of a batch."""
         arguments = [((chunk, *rest), {}) for chunk in chunks]
-        return self.runner.run(name, arguments, sizes, reader, self.reader.values, dataloader_idx), sizes
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self._module is not None, "the run has not begun"
-        return self._module.trainer
-
-    def _num_samples(self, batch: Batch, num: int | None) -> int:
-        if not num:
-            raise PartsDiffer(
-                f"{self.options.strategy}: a batch of type {type(batch).__name__} has no samples to split: it holds no "
-                "tensor with rows and no list. Give tensors of shape (samples, ...), or define __len__ and "
-                "split(sizes)."
-            )
-        return num
-
-    def _sizes(self, num: int) -> list[int]:
-        """Compute the samples per device of a batch of `num`, by the policy."""
-        assert self._module is not None
-        sizes = self.policy.sizes(num, len(self.blocks))
-        if not (self._has_batchnorm and self._module.training and 1 in sizes):
-            return sizes
-        self._info_once(
-            "BatchNorm can't normalise a single sample in training, so chunks of one sample are merged into others."
-        )
-        return without_single_samples(sizes)
-
-    def _info_once(self, message: str) -> None:
-        self._told.info(f"{self.options.strategy}: {message}")
+        return self.runner.run(name, arguments, sizes, reader, self.reader.values, loader)

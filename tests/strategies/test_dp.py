@@ -296,11 +296,11 @@ def test_batchnorm_statistics_are_those_of_the_first_chunk(chunk: int | None, ro
 
 
 def test_batchnorm_never_gets_a_single_sample(caplog: pytest.LogCaptureFixture) -> None:
-    """Pain 10: batches of 4, 4 and 1 samples on 4 devices: chunks of one sample are merged, and the log says so."""
+    """Pain 10: batches of 4, 4 and 1 samples on 4 devices: chunks of one are merged, and the log says so."""
     case = Case(BatchNormNet, num=10, batch_size=4)
     with caplog.at_level(logging.INFO):
         fit(make_module(case), "dp", case, devices=4)
-    assert caplog.text.count("chunks of one sample are merged into others") == 1
+    assert caplog.text.count("chunks of one are merged into others") == 1
 
 
 def test_a_first_chunk_of_one_sample_with_batchnorm_goes_to_another_device() -> None:
