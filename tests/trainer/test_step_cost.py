@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from distributed import run_ranks
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tiny import Tiny, quiet
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchmetrics import MetricCollection
@@ -27,14 +29,14 @@ from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
 
 FEW, MANY = 20, 40
-QUIET = {"accelerator": "cpu", "max_epochs": 1, "enable_model_summary": False, "enable_progress_bar": False}
 
 
-class Net(pl.LightningModule):
+class Net(Tiny):
     """A small perceptron that logs so many values in a step."""
 
     def __init__(self, num_values: int = 0) -> None:
         super().__init__()
+        del self.layer
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
         self.num_values = num_values
 
@@ -43,9 +45,6 @@ class Net(pl.LightningModule):
         for i in range(self.num_values):
             self.log(f"value_{i}", loss.detach())
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Validated(Net):
@@ -74,7 +73,7 @@ class Rich(Net):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        optimizer = super().configure_optimizers()
         if self.metrics is None:
             return optimizer
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "interval": "step"}]
@@ -128,14 +127,29 @@ def calls_per_batch(run: Callable[[int], Any]) -> int:
     return round((many - few) / (MANY - FEW))  # which thread copies the last snapshot is chance, and a few calls
 
 
-def by_hand(num_batches: int) -> None:
-    module = Net()
+def by_hand(num_batches: int, counts: bool = False, rich: bool = False) -> None:
+    """The arithmetic of `Net`, with the bookkeeping of `Rich(rich)` but for what happens only at log points."""
+    module, own, total, num_samples = Net(), metrics() if rich else None, torch.zeros(()), 0
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    for inputs, targets in loader(num_batches):
-        loss = nn.functional.cross_entropy(module.layers(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10) if rich else None
+    for index, (inputs, targets) in enumerate(loader(num_batches)):
+        logits = module.layers(inputs)
+        loss = nn.functional.cross_entropy(logits, targets)
+        if scheduler is None or own is None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            (loss / 4).backward()
+            if index % 4 == 3:
+                nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            own.update(logits.detach(), targets)
+        if counts:
+            total += loss.detach() * len(inputs)
+            num_samples += len(inputs)
 
 
 def evaluated_by_hand(num_batches: int) -> None:
@@ -145,48 +159,10 @@ def evaluated_by_hand(num_batches: int) -> None:
             total += nn.functional.cross_entropy(module.layers(inputs), targets)
 
 
-def typical_by_hand(num_batches: int) -> None:
-    """The arithmetic and bookkeeping of `Rich(False)` without what happens only at log points."""
-    module, total, num_samples = Net(), torch.zeros(()), 0
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    for inputs, targets in loader(num_batches):
-        loss = nn.functional.cross_entropy(module.layers(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        total += loss.detach() * len(inputs)
-        num_samples += len(inputs)
-
-
-def rich_by_hand(num_batches: int) -> None:
-    module, own, total, num_samples = Net(), metrics(), torch.zeros(()), 0
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    for index, (inputs, targets) in enumerate(loader(num_batches)):
-        logits = module.layers(inputs)
-        loss = nn.functional.cross_entropy(logits, targets)
-        (loss / 4).backward()
-        if index % 4 == 3:
-            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-        own.update(logits.detach(), targets)
-        total += loss.detach() * len(inputs)
-        num_samples += len(inputs)
-
-
-def with_one_more_call(num_batches: int) -> None:
-    by_hand(num_batches)
-    for _ in range(num_batches):
-        (lambda: None)()
-
-
 def fit(trainer: type[pl.Trainer], folder: Path, num_values: int, **options: Any) -> Callable[[int], None]:
     def run(num_batches: int) -> None:
-        trainer(default_root_dir=tempfile.mkdtemp(dir=folder), **QUIET, **options).fit(
-            Net(num_values), loader(num_batches)
-        )
+        given: dict[str, Any] = {"default_root_dir": tempfile.mkdtemp(dir=folder), **options}
+        quiet(trainer, **given).fit(Net(num_values), loader(num_batches))
 
     return run
 
@@ -197,42 +173,36 @@ def fit_as_users_do(trainer: type[pl.Trainer], folder: Path, rich: bool) -> Call
         options: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 4} if rich else {}
         loggers = [TensorBoardLogger(home), *([CSVLogger(home, name="csv")] if rich else [])]
         callbacks = [Counts(), LearningRateMonitor(), ModelCheckpoint()]
-        given: dict[str, Any] = {**QUIET, "enable_progress_bar": True, "log_every_n_steps": 10**6, **options}
-        trainer(default_root_dir=home, logger=loggers, callbacks=callbacks, **given).fit(
-            Rich(rich), loader(num_batches)
-        )
+        given: dict[str, Any] = {"enable_progress_bar": True, "log_every_n_steps": 10**6}
+        given |= {"default_root_dir": home, "logger": loggers, "callbacks": callbacks, **options}
+        quiet(trainer, **given).fit(Rich(rich), loader(num_batches))
 
     return run
 
 
 def validate(trainer: type[pl.Trainer], folder: Path) -> Callable[[int], None]:
     def run(num_batches: int) -> None:
-        trainer(default_root_dir=tempfile.mkdtemp(dir=folder), **QUIET, logger=False).validate(
-            Validated(), loader(num_batches), verbose=False
-        )
+        quiet(trainer).validate(Validated(), loader(num_batches), verbose=False)
 
     return run
 
 
-BARE = {"logger": False, "enable_checkpointing": False}
-CASES = {
-    "bare": lambda trainer, folder: fit(trainer, folder, 0, **BARE),
-    "three values logged": lambda trainer, folder: fit(trainer, folder, 3, **BARE),
-    "three values logged, with logger and checkpoint": lambda trainer, folder: fit(trainer, folder, 3),
-    "typical": lambda trainer, folder: fit_as_users_do(trainer, folder, rich=False),
-    "rich": lambda trainer, folder: fit_as_users_do(trainer, folder, rich=True),
-    "validation": validate,
-}
-BY_HAND = {"typical": typical_by_hand, "rich": rich_by_hand, "validation": evaluated_by_hand}
-BOUNDS = {
-    "bare": 2,  # -27 when this was written, as torch's wrappers of `backward` and `step` are passed by; Lightning: 831
-    "three values logged": 17,  # -12; 3165
-    "three values logged, with logger and checkpoint": 17,  # -12; 3264
-    "typical": 28,  # -2 when this was written; some twenty with Python 3.10
-    "rich": 95,  # 72 (77 where steps are slow), most of them Lightning's own scheduler and learning rate monitor
-    "validation": 24,  # 8; 1334
-}
-"""Calls that a batch may cost beyond those of the hand-written loop: some twenty or thirty more than it does cost."""
+LOGGER = {"logger": True, "enable_checkpointing": True}
+CASES: dict[str, tuple[Callable[[type[pl.Trainer], Path], Callable[[int], None]], Callable[[int], None], int]] = {
+    # -27 when this was written, as torch's wrappers of `backward` and `step` are passed by; Lightning: 831
+    "bare": (lambda trainer, folder: fit(trainer, folder, 0), by_hand, 2),
+    "three values logged, with logger and checkpoint": (  # -12; 3264
+        lambda trainer, folder: fit(trainer, folder, 3, **LOGGER), by_hand, 17,
+    ),
+    # -2 when this was written; some twenty with Python 3.10
+    "typical": (lambda trainer, folder: fit_as_users_do(trainer, folder, False), partial(by_hand, counts=True), 28),
+    # 72 (77 where steps are slow), most of them Lightning's own scheduler and learning rate monitor
+    "rich": (
+        lambda trainer, folder: fit_as_users_do(trainer, folder, True), partial(by_hand, counts=True, rich=True), 95,
+    ),
+    "validation": (validate, evaluated_by_hand, 24),  # 8; 1334
+}  # fmt: skip
+"""What is done, what does it by hand, and calls that a batch may cost beyond: twenty or thirty more than it does."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -240,17 +210,10 @@ def test_a_step_costs_little_more_than_one_written_by_hand(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # pain 15
     monkeypatch.setattr("evener.trainer.loops.hook_plan.REFRESH_S", 1e9)  # slow steps would refresh more often
-    by_hand_alone = calls_per_batch(BY_HAND.get(case, by_hand))
-    ours, lightning = (calls_per_batch(CASES[case](trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
-    assert ours - by_hand_alone <= BOUNDS[case]
+    run, hand, bound = CASES[case]
+    ours, lightning = (calls_per_batch(run(trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
+    assert ours - calls_per_batch(hand) <= bound
     assert ours < lightning / 7
-
-
-def test_the_count_is_the_same_each_time(tmp_path: Path) -> None:
-    """And sees what a step adds: one Python function more is one call more."""
-    run = fit(Trainer, tmp_path, 0, **BARE)
-    assert abs(calls_per_batch(run) - calls_per_batch(run)) <= 1  # rounded
-    assert calls_per_batch(with_one_more_call) - calls_per_batch(by_hand) == 1
 
 
 class Counted(Net):
@@ -320,8 +283,7 @@ def calls_under_ddp() -> dict[str, float]:
     found: dict[str, float] = {}
     for name, run in DDP_BY_HAND.items():
         hand, ours = Counted(), Counted()
-        options: dict[str, Any] = {**QUIET, **BARE, "enable_progress_bar": False, "devices": 2}
-        method = getattr(Trainer(strategy=DDPStrategy(timeout_s=120), **options), name)
+        method = getattr(quiet(strategy=DDPStrategy(timeout_s=120), devices=2), name)
         method(ours, DataLoader(data, 4), **({"verbose": False} if name == "test" else {}))
         sampler = DistributedSampler(data, 2, torch.distributed.get_rank(), shuffle=False)
         with torch.inference_mode(name != "fit"):
@@ -337,21 +299,20 @@ def test_a_step_of_two_ranks_costs_little_more_than_one_written_by_hand() -> Non
         assert more <= DDP_BOUNDS[name], name
 
 
-def calls_per_epoch(trainer: type[pl.Trainer], folder: Path) -> float:
+def calls_per_epoch(trainer: type[pl.Trainer]) -> float:
     """Calls that one more epoch of two batches costs, everything between epochs included."""
 
     def run(num_epochs: int) -> None:
-        options = {**QUIET, **BARE, "max_epochs": num_epochs}
-        trainer(default_root_dir=folder, **options).fit(Net(), loader(2))
+        quiet(trainer, max_epochs=num_epochs).fit(Net(), loader(2))
 
     for num_epochs in (2, 12):
         run(num_epochs)
     return (num_calls(lambda: run(12)) - num_calls(lambda: run(2))) / 10
 
 
-def test_little_happens_between_epochs(tmp_path: Path) -> None:  # pain 15: an epoch's gap
+def test_little_happens_between_epochs() -> None:  # pain 15: an epoch's gap
     # 1083 when this was written, 210 of them for two batches: about a millisecond. Lightning 2.6.6: 2190
-    assert calls_per_epoch(Trainer, tmp_path) < 1500
+    assert calls_per_epoch(Trainer) < 1500
 
 
 class Pids(Dataset[int]):
@@ -364,21 +325,20 @@ class Pids(Dataset[int]):
         return os.getpid()
 
 
-class Asks(Net):
+class Asks(Tiny):
     """Keeps the processes that its batches come from."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pids: list[int] = []
+    pids: list[int]
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.pids += batch.tolist()
-        return self.layers(torch.zeros(1, 8)).sum()
+        return super().training_step(torch.zeros(1, 1), batch_idx)
 
 
-def test_persistent_workers_live_through_all_epochs(tmp_path: Path) -> None:
+def test_persistent_workers_live_through_all_epochs() -> None:
     module = Asks()
+    module.pids = []
     workers = DataLoader(Pids(), batch_size=2, num_workers=1, persistent_workers=True)
-    Trainer(**{**QUIET, **BARE, "max_epochs": 3, "default_root_dir": tmp_path}).fit(module, workers)
+    quiet(max_epochs=3).fit(module, workers)
     assert len(module.pids) == 3 * 4
     assert len({*module.pids, os.getpid()}) == 2

@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from recording import SmallModule, loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Tiny, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
@@ -17,13 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa
 
 from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
-from evener.trainer.loops.log_method import shares_states
 
 TRAINERS = (Trainer, pl.Trainer)
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-}  # fmt: skip
 
 
 class LoggingModule(SmallModule):
@@ -103,7 +99,7 @@ def test_metrics_equal_lightnings(every: int, options: dict[str, Any]) -> None:
     for cls in TRAINERS:
         torch.manual_seed(0)
         reader = Reader(every)
-        trainer = cls(**QUIET, **options, logger=False, max_epochs=2, callbacks=[reader])
+        trainer = quiet(cls, **options, num_sanity_val_steps=0, max_epochs=2, callbacks=[reader])
         trainer.fit(LoggingModule(), loader(), loader(10))
         reader.read(trainer)
         seen.append(reader.seen)
@@ -122,7 +118,7 @@ def test_results_of_evaluation_equal_lightnings() -> None:
     results = []
     for cls in TRAINERS:
         torch.manual_seed(0)
-        trainer = cls(**QUIET, logger=False)
+        trainer = quiet(cls)
         found = trainer.validate(TwoLoaders(), [loader(), loader(9, seed=1)], verbose=False)
         results.append((found, {key: float(value) for key, value in trainer.callback_metrics.items()}))
     assert "value/dataloader_idx_1" in results[0][0][1]
@@ -148,7 +144,7 @@ def test_tensorboard_events_equal_lightnings(every: int, tmp_path: Path) -> None
     for number, cls in enumerate(TRAINERS):
         torch.manual_seed(0)
         logger = TensorBoardLogger(tmp_path, name=str(number))
-        trainer = cls(**QUIET, logger=logger, max_epochs=3, log_every_n_steps=every)
+        trainer = quiet(cls, logger=logger, num_sanity_val_steps=0, max_epochs=3, log_every_n_steps=every)
         trainer.fit(LoggingModule(), loader(), loader(10))
         torch.manual_seed(1)  # Lightning's validation draws from training's random streams, and ours does not
         trainer.validate(LoggingModule(), loader(), verbose=False)
@@ -182,7 +178,7 @@ def reads_per_step(cls: type[pl.Trainer], tmp_path: Path) -> list[int]:
     with CountingReads() as counter:
         count = CountPerStep(counter)
         logger = CSVLogger(tmp_path, name=cls.__module__)
-        trainer = cls(**QUIET, logger=logger, max_epochs=1, log_every_n_steps=5, callbacks=[count])
+        trainer = quiet(cls, logger=logger, num_sanity_val_steps=0, log_every_n_steps=5, callbacks=[count])
         trainer.fit(SmallModule(), loader(44), loader(4))
     return count.reads[1:]
 
@@ -203,7 +199,7 @@ def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
             copies.append(deepcopy(self))
 
     module = Copying()
-    Trainer(**QUIET, logger=False, max_epochs=1, limit_train_batches=1).fit(module, loader(), loader(4))
+    quiet(limit_train_batches=1).fit(module, loader(), loader(4))
     assert copies[0].log.__self__ is copies[0]
     assert "log" not in vars(module)
 
@@ -220,14 +216,14 @@ def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
     """From the second step on it was float32 under `64-true`, which sets the default type in the step only."""
     found = []
     for cls in TRAINERS:
-        trainer = cls(**QUIET, logger=False, max_epochs=1, precision="64-true", limit_val_batches=0)
+        trainer = quiet(cls, precision="64-true", limit_val_batches=0)
         trainer.fit(OwnNumbers(), DataLoader(torch.ones(12, 4), 4), loader(4))
         found.append(trainer.callback_metrics["number"])
     assert found[0].dtype == found[1].dtype == torch.float64
     assert found[0] == found[1]
 
 
-class LogsCollection(pl.LightningModule):
+class LogsCollection(Tiny):
     """Logs a collection, of which two metrics share their states, in one call."""
 
     def __init__(self) -> None:
@@ -245,19 +241,13 @@ class LogsCollection(pl.LightningModule):
         self.log_dict({"a": logits.mean(), "b": 2.0}, on_step=False, on_epoch=True)
         return logits.square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def collection_values(
     trainer_class: type[pl.Trainer], strategy: Any, module: type[pl.LightningModule] = LogsCollection
 ) -> dict[str, float]:
     pl.seed_everything(0, verbose=False)
     data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randint(2, (20,)))
-    trainer = trainer_class(
-        strategy=strategy, accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet(trainer_class, strategy=strategy, max_epochs=2)
     trainer.fit(module(), torch.utils.data.DataLoader(data, batch_size=4))
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
@@ -267,20 +257,6 @@ def test_a_collection_logged_at_once_is_as_lightnings(strategy: Any) -> None:
     lightnings = collection_values(pl.Trainer, "auto")
     assert set(lightnings) == {"train/accuracy", "train/f1", "train/kappa", "a", "b"}
     assert collection_values(Trainer, strategy) == pytest.approx(lightnings, abs=1e-6)
-
-
-def test_states_of_a_collection_are_linked_until_one_is_replaced() -> None:
-    metrics = LogsCollection().metrics
-    assert not shares_states(metrics)  # its groups are not known before the first update
-    for _ in range(2):
-        metrics.update(torch.randn(4, 2), torch.randint(2, (4,)))
-    assert shares_states(metrics)
-    metrics._modules["f1"].tp = torch.zeros(2)
-    assert not shares_states(metrics)
-    metrics.update(torch.randn(4, 2), torch.randint(2, (4,)))
-    assert shares_states(metrics)
-    metrics["train/f1"]  # to read one gives each its own copies
-    assert not shares_states(metrics)
 
 
 class ChangesCollection(LogsCollection):
@@ -310,31 +286,16 @@ class LogsUnequal(pl.LightningModule):
         self.log("single", batch.mean() / 3, batch_size=size)
         self.log("double", batch.double().mean() / 3, batch_size=size)
 
+    def on_test_epoch_end(self) -> None:
+        self.weight = float(self.trainer._results["test_step.double"].cumulated_batch_size)  # pyright: ignore
+
 
 def test_an_epochs_means_are_lightnings_bit_by_bit() -> None:
     found = []
     for cls in TRAINERS:
-        trainer = cls(**QUIET, logger=False)
-        trainer.test(
-            LogsUnequal(), DataLoader(torch.randn(22, generator=torch.Generator().manual_seed(0)), 4), verbose=False
-        )  # type: ignore[arg-type]
+        trainer, numbers = quiet(cls), torch.randn(22, generator=torch.Generator().manual_seed(0))
+        trainer.test(LogsUnequal(), DataLoader(numbers, 4), verbose=False)  # pyright: ignore[reportArgumentType]
         found.append(trainer.callback_metrics)
+        assert trainer.lightning_module.weight == pytest.approx(3 * (2**24 + 1) + 10), "by Lightning's name"
     assert found[0] == found[1]
     assert found[0]["single"].dtype == found[1]["single"].dtype == torch.float32
-
-
-class Counted(SmallModule):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", 1.0, batch_size=3)
-
-    def on_validation_epoch_end(self) -> None:
-        self.counted = float(self.trainer._results["validation_step.val"].cumulated_batch_size)  # pyright: ignore
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_what_a_mean_divides_by_has_lightnings_name(kind: Any, tmp_path: Path) -> None:
-    module = Counted()
-    kind(default_root_dir=tmp_path, logger=False, limit_val_batches=2, **QUIET).validate(
-        module, loader(), verbose=False
-    )
-    assert module.counted == 6

@@ -8,15 +8,16 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
-from evener.trainer import Trainer
 
 
-class Logs(pl.LightningModule):
+class Logs(Tiny):
     def __init__(self) -> None:
         super().__init__()
+        del self.layer
         self.w = torch.nn.Parameter(torch.zeros(()))
         self.exchanges: list[int] = []
         self.seen: list[dict[str, float]] = []
@@ -35,9 +36,6 @@ class Logs(pl.LightningModule):
         self.exchanges.append(self.count)
         self.count = 0
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def _fit() -> dict[str, Any]:
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
@@ -49,10 +47,7 @@ def _fit() -> dict[str, Any]:
 
     for name in ("all_reduce", "gather"):  # a gather is followed by a broadcast; DDP's own reducer is not Python
         setattr(torch.distributed, name, partial(counted, getattr(torch.distributed, name)))
-    trainer = Trainer(
-        strategy=DDPStrategy(), devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet(strategy=DDPStrategy(), devices=2)
     batches: Any = [torch.tensor([float(i)]) for i in range(8)]
     trainer.fit(module, DataLoader(batches, batch_size=None))
     final = {key: value.item() for key, value in trainer.callback_metrics.items()}
@@ -85,10 +80,7 @@ class OtherDtypes(Logs):
 
 def _fit_other_dtypes(num: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
-    trainer = Trainer(
-        strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, accelerator="cpu", max_epochs=1,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet(strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2)
     trainer.fit(OtherDtypes(), DataLoader(torch.arange(1.0, num + 1), 4))  # pyright: ignore[reportArgumentType]
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
@@ -127,10 +119,7 @@ class Monitored(pl.LightningModule):
 
 def _fit_monitored(interval: str, monitor: str) -> list[float]:
     warnings.simplefilter("ignore")
-    trainer = Trainer(
-        strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, accelerator="cpu", max_epochs=3,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet(strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, max_epochs=3)
     module = Monitored(interval, monitor)
     # rank 0 has the first sample of each batch, whose values rise, and rank 1 the second, whose values fall
     batches: Any = torch.tensor([float(sign * i) for i in range(3) for sign in (1, -1)], dtype=torch.float64)

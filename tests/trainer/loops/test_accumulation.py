@@ -3,24 +3,19 @@
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError
-from evener.trainer import Trainer
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
-    "logger": False, "max_epochs": 1,
-}  # fmt: skip
 
 
-class Slope(pl.LightningModule):
+class Slope(Tiny):
     """Notes the gradient with which each optimizer step is taken."""
 
     def __init__(self, weights: dict[int, float] | None = None, skipped: int = -1) -> None:
         super().__init__()
+        del self.layer
         self.w = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.weights, self.skipped = weights, skipped
         self.gradients: list[float] = []
@@ -49,9 +44,12 @@ def ready(data: list[Any]) -> DataLoader[Any]:
 
 
 def gradients(module: Slope, data: DataLoader[Any], **options: Any) -> list[float]:
-    trainer = Trainer(**QUIET, **options)
-    trainer.fit(module, data)
+    quiet(**options).fit(module, data)
     return module.gradients
+
+
+def exact(module: Slope, data: DataLoader[Any], num: int, **options: Any) -> list[float]:
+    return gradients(module, data, accumulate_grad_batches=num, exact_accumulation=True, **options)
 
 
 TEN = batches(*([float(i)] for i in range(1, 11)))
@@ -60,8 +58,9 @@ TEN = batches(*([float(i)] for i in range(1, 11)))
 # Lightning's own code runs the steps of a run that is profiled
 @pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
 def test_short_tail_is_the_mean_of_its_two(options: dict[str, Any]) -> None:
-    exact = gradients(Slope(), TEN, accumulate_grad_batches=4, exact_accumulation=True, **options)
-    assert exact == pytest.approx([2.5, 6.5, 9.5], abs=1e-12)  # means of 1 2 3 4, of 5 6 7 8, of 9 10
+    assert exact(Slope(), TEN, 4, **options) == pytest.approx(
+        [2.5, 6.5, 9.5], abs=1e-12
+    )  # means of 1 2 3 4, of 5 6 7 8, of 9 10
 
 
 def test_without_it_lightnings_rule_stays() -> None:
@@ -71,36 +70,26 @@ def test_without_it_lightnings_rule_stays() -> None:
 @pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
 def test_ragged_micro_batches_weigh_by_samples(options: dict[str, Any]) -> None:
     data = batches([1, 2, 3], [7], [4, 6])
-    exact = gradients(Slope(), data, accumulate_grad_batches=2, exact_accumulation=True, **options)
-    assert exact == pytest.approx([13 / 4, 5.0], abs=1e-12)  # (1+2+3+7)/4, then (4+6)/2
+    assert exact(Slope(), data, 2, **options) == pytest.approx([13 / 4, 5.0], abs=1e-12)  # (1+2+3+7)/4, then (4+6)/2
 
 
 @pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
 def test_a_loss_weight_counts_instead_of_samples(options: dict[str, Any]) -> None:
     module = Slope(weights={0: 10.0, 1: 30.0})
-    data = batches([1, 3], [4])
-    exact = gradients(module, data, accumulate_grad_batches=2, exact_accumulation=True, **options)
-    assert exact == pytest.approx([(10 * 2 + 30 * 4) / 40], abs=1e-12)
+    assert exact(module, batches([1, 3], [4]), 2, **options) == pytest.approx([(10 * 2 + 30 * 4) / 40], abs=1e-12)
 
 
-def test_a_weight_may_be_a_tensor() -> None:
-    module = Slope(weights={0: torch.tensor(1.0), 1: torch.tensor(3.0)})  # type: ignore[dict-item]
-    exact = gradients(module, batches([2.0], [6.0]), accumulate_grad_batches=2, exact_accumulation=True)
-    assert exact == pytest.approx([(2 + 3 * 6) / 4], abs=1e-12)
-
-
-def test_zero_weights_leave_zero_gradients() -> None:
-    module = Slope(weights={0: 0.0, 1: 0.0})
-    assert gradients(module, batches([2.0], [6.0]), accumulate_grad_batches=2, exact_accumulation=True) == [0.0]
+@pytest.mark.parametrize(("first", "second", "mean"), [(torch.tensor(1.0), torch.tensor(3.0), 5.0), (0.0, 0.0, 0.0)])
+def test_a_weight_may_be_a_tensor_and_zero(first: Any, second: Any, mean: float) -> None:
+    module = Slope(weights={0: first, 1: second})
+    assert exact(module, batches([2.0], [6.0]), 2) == pytest.approx([mean], abs=1e-12)
 
 
 # Lightning says so once where a training step returns None
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_skipped_micro_batch_has_no_weight() -> None:
-    exact = gradients(
-        Slope(skipped=1), batches([1.0], [2.0], [3.0]), accumulate_grad_batches=3, exact_accumulation=True
-    )
-    assert exact == pytest.approx([2.0], abs=1e-12)  # mean of 1 and 3
+    found = exact(Slope(skipped=1), batches([1.0], [2.0], [3.0]), 3)
+    assert found == pytest.approx([2.0], abs=1e-12)  # mean of 1 and 3
 
 
 def test_clipping_sees_the_mean() -> None:
@@ -112,8 +101,7 @@ def test_clipping_sees_the_mean() -> None:
             self.clipped = self.w.grad.item()  # type: ignore[union-attr]
 
     module = Clipped()
-    options = {"accumulate_grad_batches": 2, "exact_accumulation": True, "gradient_clip_val": 1.25}
-    assert gradients(module, batches([1, 2, 3], [4]), **options) == [2.5]
+    assert exact(module, batches([1, 2, 3], [4]), 2, gradient_clip_val=1.25) == [2.5]
     assert module.clipped == pytest.approx(1.25, rel=1e-5)  # torch adds 1e-6 to the norm that it divides by
 
 
@@ -124,7 +112,7 @@ def test_hooks_are_shown_the_plain_loss() -> None:
 
     module = Shown()
     torch.nn.init.ones_(module.w)
-    gradients(module, batches([1, 2, 3], [7]), accumulate_grad_batches=2, exact_accumulation=True)
+    exact(module, batches([1, 2, 3], [7]), 2)
     assert module.outputs == [2.0, 7.0]
 
 
@@ -132,11 +120,11 @@ def test_equals_one_large_batch() -> None:
     """Six ragged micro-batches with AdamW reach the weights of two large batches."""
     rows = torch.randn(14, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    class Linear(pl.LightningModule):
+    class Linear(Tiny):
         def __init__(self) -> None:
-            super().__init__()
             torch.manual_seed(0)
-            self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
+            super().__init__(3)
+            self.double()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return (self.layer(batch) - 1).square().mean()
@@ -145,10 +133,8 @@ def test_equals_one_large_batch() -> None:
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
     cut, whole = Linear(), Linear()
-    Trainer(**QUIET, accumulate_grad_batches=3, exact_accumulation=True).fit(
-        cut, ready(list(rows.split([3, 1, 4, 2, 2, 2])))
-    )
-    Trainer(**QUIET).fit(whole, ready(list(rows.split([8, 6]))))
+    quiet(accumulate_grad_batches=3, exact_accumulation=True).fit(cut, ready(list(rows.split([3, 1, 4, 2, 2, 2]))))
+    quiet().fit(whole, ready(list(rows.split([8, 6]))))
     assert torch.allclose(cut.layer.weight, whole.layer.weight, rtol=0, atol=1e-10)
 
 
@@ -157,9 +143,8 @@ def test_a_batch_without_a_countable_tensor_is_refused() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.w * 1.0
 
-    trainer = Trainer(**QUIET, accumulate_grad_batches=2, exact_accumulation=True)
     with pytest.raises(ConfigError, match=r'Return \{"loss": loss, "loss_weight": n\}'):
-        trainer.fit(Opaque(), ready(["one", "two"]))
+        exact(Opaque(), ready(["one", "two"]), 2)
 
 
 class TwoCalls(torch.optim.SGD):
@@ -181,12 +166,8 @@ def test_an_optimizer_that_calls_its_closure_again_is_refused(optimizer: Any) ->
         def configure_optimizers(self) -> Any:
             return optimizer(self.parameters(), lr=0.1)
 
-    options: Any = {**QUIET, "exact_accumulation": True, "accumulate_grad_batches": 2}
-    for num in (1, 3):  # a group of one micro-batch is computed anew
-        trainer = Trainer(**options)
-        if num == 1:
-            trainer.fit(Again(), batches([1.0, 2.0]))
-            continue
-        with pytest.raises(ConfigError, match=f"{optimizer.__name__} calls its closure again within a step"):
-            trainer.fit(Again(), batches([1.0, 2.0], [3.0], [4.0]))
-        assert trainer.global_step == 0
+    exact(Again(), batches([1.0, 2.0]), 2)  # a group of one micro-batch is computed anew
+    trainer = quiet(exact_accumulation=True, accumulate_grad_batches=2)
+    with pytest.raises(ConfigError, match=f"{optimizer.__name__} calls its closure again within a step"):
+        trainer.fit(Again(), batches([1.0, 2.0], [3.0], [4.0]))
+    assert trainer.global_step == 0

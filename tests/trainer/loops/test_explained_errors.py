@@ -5,31 +5,23 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from tiny import Tiny, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.trainer import Trainer
 
-QUIET: dict[str, Any] = {
-    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "accelerator": "cpu", "max_steps": 1,
-}  # fmt: skip
-
-
-class Detached(pl.LightningModule):
+class Detached(Tiny):
     def __init__(self, num_layers: int = 1) -> None:
         super().__init__()
+        del self.layer
         self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(num_layers))
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         return sum((layer(batch[0]).mean() for layer in self.layers), batch[0].mean()).detach()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(module: pl.LightningModule, **options: Any) -> None:
-    Trainer(**{**QUIET, **options}).fit(module, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4))
+    quiet(**options).fit(module, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4))
 
 
 @pytest.mark.parametrize("options", [{"devices": 1}, {"strategy": "dp", "devices": ["cpu", "cpu"]}, {"lean": False}])

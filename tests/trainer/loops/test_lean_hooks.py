@@ -9,12 +9,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from recording import RecordingCallback, RecordingModule, SmallModule, StatefulLoader, Tape, loader
+from tiny import quiet
 
 from evener.trainer import Trainer
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-}  # fmt: skip
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "none"),
@@ -42,8 +39,7 @@ def run(trainer_cls: type[pl.Trainer], action: Callable[[Any, Any], None], sched
     tape = Tape()
     module = RecordingModule(tape, scheduler)
     callbacks = [RecordingCallback(tape, number) for number in range(2)]
-    given = {**QUIET, "max_epochs": 2, "enable_checkpointing": False, "callbacks": callbacks, **options}
-    action(trainer_cls(**given), module)
+    action(quiet(trainer_cls, **{"max_epochs": 2, "callbacks": callbacks, **options}), module)
     return tape
 
 
@@ -76,8 +72,7 @@ def test_evaluation_calls_the_same_hooks() -> None:
 
 def test_a_callback_that_is_a_mock_gets_its_hooks() -> None:
     callback = Mock(spec=pl.Callback)
-    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[callback], enable_checkpointing=False)
-    trainer.fit(SmallModule(), loader(), loader())
+    quiet(callbacks=[callback]).fit(SmallModule(), loader(), loader())
     assert callback.on_train_batch_end.call_count == 6  # 22 samples, 4 at a time
 
 
@@ -89,7 +84,7 @@ def test_a_compiled_module_logs() -> None:
     def logged(is_compiled: bool) -> dict[str, float]:
         torch.manual_seed(0)
         module: Any = SmallModule()
-        trainer = Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
+        trainer = quiet()
         trainer.fit(torch.compile(module, backend="eager") if is_compiled else module, loader(), loader())
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -125,13 +120,6 @@ def test_resuming_calls_the_same_hooks(step: int, tmp_path: Path) -> None:
     assert_same(*tapes)
 
 
-def test_a_small_module_runs_without_any_override() -> None:
-    module = SmallModule()
-    trainer = Trainer(**QUIET, max_epochs=1, enable_checkpointing=False)
-    trainer.fit(module, loader(), loader(10))
-    assert trainer.global_step == 6  # 22 samples in batches of 4
-
-
 class PatchesEnd(SmallModule):
     """Gets a hook in the third batch of the first epoch."""
 
@@ -148,8 +136,8 @@ class PatchesEnd(SmallModule):
 @pytest.mark.parametrize(("every", "first"), [(1, 10), (12, 12), (50, 14)])
 def test_a_hook_set_within_an_epoch_counts_from_the_next_log_point(every: int, first: int) -> None:
     module = PatchesEnd()
-    options = {**QUIET, "max_epochs": 2, "limit_train_batches": 14, "log_every_n_steps": every}
-    Trainer(**options, limit_val_batches=0, enable_checkpointing=False).fit(module, loader(80), loader(4))
+    options: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 14, "log_every_n_steps": every}
+    quiet(**options, limit_val_batches=0).fit(module, loader(80), loader(4))
     assert module.ended == [*((0, i) for i in range(first, 14)), *((1, i) for i in range(14))]
 
 
@@ -164,5 +152,5 @@ def test_a_callback_added_in_a_step_gets_the_end_of_its_batch() -> None:
                     self.trainer.callbacks.append(note)
                 return super().training_step(batch, batch_idx)
 
-        cls(**QUIET, max_epochs=1, enable_checkpointing=False).fit(Adds(), loader(), loader(10))
+        quiet(cls).fit(Adds(), loader(), loader(10))
         assert ended == [3, 4, 5]

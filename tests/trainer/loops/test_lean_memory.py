@@ -12,13 +12,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from recording import SmallModule, loader
-
-from evener.trainer import Trainer
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
-    "logger": False, "num_sanity_val_steps": 0,
-}  # fmt: skip
+from tiny import quiet
 
 
 class Watched(SmallModule):
@@ -47,7 +41,7 @@ def watched(part: str, num_steps: int, **options: Any) -> list[bool]:
     # reference counts alone must do it: a collection would hide what a cycle keeps
     gc.disable()
     try:
-        Trainer(**QUIET, **options, max_epochs=2).fit(module, loader(), loader(4))
+        quiet(max_epochs=2, num_sanity_val_steps=0, **options).fit(module, loader(), loader(4))
     finally:
         gc.enable()
     assert len(module.seen) == num_steps
@@ -89,7 +83,7 @@ def left_behind(**options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"modules": [], "tensors": [], "threads": []}
     for _ in range(5):
         module = SmallModule()
-        trainer = Trainer(**QUIET, **options, max_epochs=1)
+        trainer = quiet(num_sanity_val_steps=0, **options)
         trainer.fit(module, loader(), loader(4))
         seen = weakref.ref(module)
         del module, trainer
@@ -124,7 +118,7 @@ def test_ranks_keep_neither_steps_nor_fits() -> None:
 
 
 def test_a_trainer_fits_again_and_again() -> None:
-    module, trainer = SmallModule(), Trainer(**QUIET, max_epochs=1)
+    module, trainer = SmallModule(), quiet()
     for epochs in (1, 2, 3):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, loader(), loader(4))

@@ -3,11 +3,9 @@
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
-
-from evener.trainer import Trainer
 
 PLACES = (
     "training_step", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "validation_step",
@@ -15,10 +13,9 @@ PLACES = (
 )  # fmt: skip
 
 
-class Ends(pl.LightningModule):
+class Ends(Tiny):
     def __init__(self, place: str) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         if place not in ("training_step", "validation_step", "predict_step"):
             setattr(self, place, self.run_out)
         self.place = place
@@ -35,17 +32,11 @@ class Ends(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return self.run_out()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_a_stop_iteration_of_the_users_code_is_named_with_its_place(place: str) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
-        enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet(num_sanity_val_steps=0)
     data: Any = DataLoader([torch.ones(1)] * 3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"run_out raised StopIteration at test_stop_iteration\.py:\d+, which would"):
         trainer.predict(Ends(place), data) if place == "predict_step" else trainer.fit(Ends(place), data, data)
@@ -59,9 +50,6 @@ class Pulls(Ends):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_that_asks_the_loader_itself_ends_with_it() -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet()
     trainer.fit(Pulls("none"), DataLoader([torch.ones(1)] * 3))  # type: ignore[arg-type]
     assert trainer.global_step == 3
