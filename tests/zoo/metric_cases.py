@@ -16,7 +16,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from zoo import TOLERANCE, Case, plain
+from zoo import TOLERANCE, Case
 
 NUM_SAMPLES, FEATURES, WIDTH = 11, 4, 6
 MODULES = [
@@ -411,7 +411,7 @@ def metric_of(name: str) -> tuple[Callable[[], Any], Inputs]:
 class Metered(pl.LightningModule):
     """A small network whose outputs metrics are fed with, in training and in validation.
 
-    A metric that gives one number is logged for steps and epochs; of any other the value of the epoch is kept.
+    A metric that gives one number is logged for steps and epochs; of any other all numbers of the epoch.
     """
 
     def __init__(self, make: Callable[[], Any], inputs: Inputs, images: int) -> None:
@@ -422,7 +422,6 @@ class Metered(pl.LightningModule):
             self.val_metric = self.train_metric.clone(prefix="val_")
         self.inputs = inputs
         self.scalar = isinstance(probe(make(), inputs, images), Tensor)
-        self.computed: dict[str, Any] = {}
 
     def count(self, out: Tensor, batch: Batch, stage: str) -> None:
         metric, args = getattr(self, f"{stage}_metric"), self.inputs(out.detach(), batch)
@@ -438,7 +437,8 @@ class Metered(pl.LightningModule):
     def keep(self, stage: str) -> None:
         metric = getattr(self, f"{stage}_metric")
         if not self.scalar and not isinstance(metric, torchmetrics.MetricCollection):
-            self.computed[f"{stage} of epoch {self.current_epoch}"] = plain(metric.compute())
+            leaves = [torch.as_tensor(leaf).flatten() for leaf in tree_leaves(metric.compute())]
+            self.log_dict({f"{stage}_{i}_{j}": x for i, leaf in enumerate(leaves) for j, x in enumerate(leaf.double())})
             metric.reset()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -480,7 +480,5 @@ def case(name: str) -> Case:
     make, inputs = metric_of(name)
     short = (VARIANTS[name][0] if name in VARIANTS else name).partition(".")[2]
     images = IMAGE_SIZE.get(short, DEFAULT_IMAGE_SIZE) if inputs in (pictures, picture, grey, sharpened) else 0
-    return Case(
-        partial(Metered, make, inputs, images), partial(loader, images), partial(loader, images),
-        tolerance=1e-5 if short in FLOAT32 else tolerance(make, inputs, images),
-    )  # fmt: skip
+    allowed = 1e-5 if short in FLOAT32 else tolerance(make, inputs, images)
+    return Case(name, partial(Metered, make, inputs, images), partial(loader, images), allowed)

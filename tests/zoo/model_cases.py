@@ -62,18 +62,6 @@ class Weighted(Trained):
         return self.step(batch, "train")
 
 
-class Predicting(Trained):
-    """Predicts what the model gives."""
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        return predicted(self.model, batch)
-
-
-def predicted(model: nn.Module, batch: Batch) -> Any:
-    out = model(batch["input_ids"], output_hidden_states=True, output_attentions=True)
-    return {"logits": out.logits, "hidden": out.hidden_states, "attentions": out.attentions}
-
-
 # transformers
 
 
@@ -211,7 +199,9 @@ def classified(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
 
 
 def timm_model(name: str, **options: Any) -> nn.Module:
-    return without_randomness(importlib.import_module("timm").create_model(name, pretrained=False, **options).double())
+    return without_randomness(
+        importlib.import_module("timm").create_model(name, pretrained=False, num_classes=3, **options).double()
+    )
 
 
 def shuffling() -> nn.Module:
@@ -327,9 +317,6 @@ class Detecting(Trained):
         found = self.model(list(images))
         self.log("val_found", float(sum(len(one["boxes"]) for one in found)), batch_size=len(images), reduce_fx="sum")
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.model(list(split_up(batch)[0]))
-
 
 def split_up(batch: Batch) -> tuple[Any, Any]:
     return (batch["images"], batch["targets"]) if isinstance(batch, dict) else batch
@@ -440,55 +427,37 @@ def first_length(batch: Any) -> int:
 
 
 def _case(
-    make: Callable[[], nn.Module], loss: Callable[..., Any], data: Callable[[], Any], *packages: str,
-    kind: type[Trained] = Trained, size: Any = None, predict: bool = False, tolerance: float = TOLERANCE,
-    **options: Any,
-) -> Callable[[], Case]:  # fmt: skip
-    def build() -> Case:
-        return Case(
-            lambda: kind(make(), loss, size), data, data, data if predict else None, options, packages, tolerance
-        )  # fmt: skip
-
-    return build
+    make: Callable[[], nn.Module], loss: Callable[..., Any], data: Callable[[], Any], kind: type[Trained] = Trained,
+    size: Any = None, tolerance: float = TOLERANCE,
+) -> tuple[Callable[[], Trained], Callable[[], Any], float]:  # fmt: skip
+    return lambda: kind(make(), loss, size), data, tolerance
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "transformers: BERT": _case(bert, own_loss, texts, "transformers"),
-    "transformers: BERT, BatchEncoding padded by batch": _case(bert, own_loss, encoded_texts, "transformers"),
-    "transformers: BERT, hidden states and attentions": _case(
-        bert, with_states, texts, "transformers", kind=Predicting, predict=True
-    ),
+CASES: dict[str, tuple[Callable[[], Trained], Callable[[], Any], float]] = {
+    "transformers: BERT": _case(bert, own_loss, texts),
+    "transformers: BERT, BatchEncoding padded by batch": _case(bert, own_loss, encoded_texts),
+    "transformers: BERT, hidden states and attentions": _case(bert, with_states, texts),
     "transformers: BERT, hidden states by its config": _case(
-        partial(bert, output_hidden_states=True), through_config, texts, "transformers"
+        partial(bert, output_hidden_states=True), through_config, texts
     ),
-    "transformers: GPT-2, tied": _case(gpt2, next_word, texts, "transformers", kind=Predicting, predict=True),
-    "transformers: GPT-2, tied and checkpointed": _case(partial(gpt2, True), next_word, texts, "transformers"),
-    "transformers: GPT-2, its own loss": _case(gpt2, next_word_by_the_model, texts, "transformers", tolerance=1e-5),
-    "transformers: GPT-2, loss_weight of tokens": _case(
-        gpt2, next_word_masked, texts, "transformers", kind=Weighted, tolerance=1e-5
-    ),
-    "transformers: T5": _case(t5, next_word, texts, "transformers"),
-    "transformers: ViT": _case(vit, own_loss, pictures, "transformers"),
-    "transformers: Llama": _case(llama, next_word, texts, "transformers", tolerance=1e-5),
-    "transformers: Mixtral, two experts": _case(mixtral, next_word, texts, "transformers", tolerance=1e-5),
-    "timm: ViT": _case(
-        partial(timm_model, "test_vit", img_size=32, num_classes=3), classified, partial(pictures, side=32), "timm"
-    ),
-    "timm: ResNet with GroupNorm": _case(
-        partial(timm_model, "test_resnet", num_classes=3), classified, partial(pictures, side=32), "timm"
-    ),
-    "torchvision: ShuffleNet with GroupNorm": _case(shuffling, classified, partial(pictures, side=32), "torchvision"),
-    "torchvision: Swin": _case(swin, classified, partial(pictures, side=32), "torchvision"),
-    "torchvision: FCN segmentation": _case(
-        partial(segmenter, "fcn"), segmented, partial(pictures, side=32), "torchvision"
-    ),
-    "torchvision: DeepLabV3 segmentation": _case(
-        partial(segmenter, "deeplab"), segmented, partial(pictures, side=32), "torchvision"
-    ),
+    "transformers: GPT-2, tied": _case(gpt2, next_word, texts),
+    "transformers: GPT-2, tied and checkpointed": _case(partial(gpt2, True), next_word, texts),
+    "transformers: GPT-2, its own loss": _case(gpt2, next_word_by_the_model, texts, tolerance=1e-5),
+    "transformers: GPT-2, loss_weight of tokens": _case(gpt2, next_word_masked, texts, kind=Weighted, tolerance=1e-5),
+    "transformers: T5": _case(t5, next_word, texts),
+    "transformers: ViT": _case(vit, own_loss, pictures),
+    "transformers: Llama": _case(llama, next_word, texts, tolerance=1e-5),
+    "transformers: Mixtral, two experts": _case(mixtral, next_word, texts, tolerance=1e-5),
+    "timm: ViT": _case(partial(timm_model, "test_vit", img_size=32), classified, partial(pictures, side=32)),
+    "timm: ResNet with GroupNorm": _case(partial(timm_model, "test_resnet"), classified, partial(pictures, side=32)),
+    "torchvision: ShuffleNet with GroupNorm": _case(shuffling, classified, partial(pictures, side=32)),
+    "torchvision: Swin": _case(swin, classified, partial(pictures, side=32)),
+    "torchvision: FCN segmentation": _case(partial(segmenter, "fcn"), segmented, partial(pictures, side=32)),
+    "torchvision: DeepLabV3 segmentation": _case(partial(segmenter, "deeplab"), segmented, partial(pictures, side=32)),
     **{
         f"torchvision: {name}, {title}": _case(
             partial(detector, name), detected if name == "retinanet" else detected_one_by_one,
-            partial(with_boxes, **how), "torchvision", kind=Detecting, size=first_length, predict=True,
+            partial(with_boxes, **how), kind=Detecting, size=first_length,
         )
         for name in ("retinanet", "fcos", "faster_rcnn")
         for title, how in (
@@ -499,13 +468,13 @@ CASES: dict[str, Callable[[], Case]] = {
             ("dict of lists, 3 boxes in each of 3 pictures", {"num": 3, "batch_size": 3, "as_lists": True}),
         )
     },
-    "torch_geometric: Batch": _case(GraphNet, graph_loss, graphs, "torch_geometric", size=graphs_of),
-    "torch_geometric: Batch, batch_size not given": _case(GraphNet, graph_loss, graphs, "torch_geometric"),
-    "torch_geometric: (Batch, tensor)": _case(GraphNet, graph_pair_loss, pairs_of_graphs, "torch_geometric"),
-    "torch_geometric: DataListLoader": _case(GraphNet, graph_list_loss, lists_of_graphs, "torch_geometric", size=len),
-    "torch_geometric: nodes of subgraphs": _case(GraphNet, node_loss, sampled_nodes, "torch_geometric"),
+    "torch_geometric: Batch": _case(GraphNet, graph_loss, graphs, size=graphs_of),
+    "torch_geometric: Batch, batch_size not given": _case(GraphNet, graph_loss, graphs),
+    "torch_geometric: (Batch, tensor)": _case(GraphNet, graph_pair_loss, pairs_of_graphs),
+    "torch_geometric: DataListLoader": _case(GraphNet, graph_list_loss, lists_of_graphs, size=len),
+    "torch_geometric: nodes of subgraphs": _case(GraphNet, node_loss, sampled_nodes),
 }  # fmt: skip
 
 
 def case(name: str) -> Case:
-    return CASES[name]()
+    return Case(name, *CASES[name])
