@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
+from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
 from ..core.patching import Replacement, hooks_of
 from .results import Joiner, are_equal, combine, is_whole
 from .tree import Path, called, children, rebuild, walk
@@ -35,11 +36,7 @@ Key: TypeAlias = tuple[int, int]
 Space: TypeAlias = dict[str, Any]
 """The attributes of a module."""
 
-_OWN = frozenset(vars(pl.LightningModule()))
-"""Attributes that every module has."""
 _HOLDERS = (list, dict, tuple)
-_MOST_KEYS = 4096
-"""Of a dictionary that is searched for lists."""
 
 
 class Added(NamedTuple):
@@ -127,14 +124,14 @@ class PartLists:
         """Yield the lists, and dictionaries, with their paths."""
         for number, space in enumerate(self.spaces):
             for name, value in space.items():
-                if type(value) is list or (name not in _OWN and isinstance(value, (dict, tuple))):
+                if type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple))):
                     yield from self._inside((number, name), value)
 
     def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         is_parent = type(value) is tuple or self._parents.get(path) == len(value)
         if not is_parent:
             yield path, value
-        if is_parent or (isinstance(value, dict) and len(value) <= _MOST_KEYS):
+        if is_parent or (isinstance(value, dict) and len(value) <= MOST_ELEMENTS):
             for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if type(child) in (list, tuple) or isinstance(child, dict):
                     yield from self._inside((*path, key), child)
@@ -288,7 +285,7 @@ def _own_lists(space: Space, held: set[int]) -> Space:
     return {
         name: _own(value)
         for name, value in space.items()
-        if name not in _OWN
+        if name not in LIGHTNING_KEYS
         and id(value) not in held
         and (type(value) is list or (isinstance(value, (dict, tuple)) and _holds_lists(value)))
     }

@@ -20,10 +20,10 @@ from typing_extensions import override
 from ..core.devices import is_out_of_memory
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_metric, metrics_of
+from ..core.module_state import metric_state
 from ..core.no_value import no_value
 from ..core.patching import Replacement, replaced
 from ..core.types import Sizes
-from ..core.untraced_step import metric_state
 from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
 from .tree import Path, is_array
 
@@ -220,8 +220,8 @@ class PartMetrics:
     @contextmanager
     def _undone(self) -> Generator[None]:
         """Have metrics that fail in the first step count nothing of it, so that they may be given the whole batch."""
-        metrics = {id(one): one for found in self.found for one in metrics_of(found)} if self._is_first else {}
-        states = [(metric, metric_state(metric)) for metric in metrics.values()]
+        found = self.found if self._is_first else []
+        states = [(metric, metric_state(metric)) for one in found for metric in metrics_of(one)]
         try:
             yield
         except Exception as exc:

@@ -36,10 +36,10 @@ class Replacement(StaysOnRoot):
         return getattr, (self.owner, self.name)
 
     def remove(self) -> None:
-        """Restore the object's own method."""
-        del vars(self.owner)[self.name]
-        if self._kept is not None:
-            vars(self.owner)[self.name] = self._kept
+        """Restore the object's own method, unless another has taken this one's place."""
+        if vars(self.owner).get(self.name) is self:
+            del vars(self.owner)[self.name]
+            vars(self.owner).update({} if self._kept is None else {self.name: self._kept})
 
 
 @contextmanager
@@ -65,14 +65,6 @@ def hooks_of(owner: nn.Module | Tensor) -> list[dict[Any, Any]]:
         return [vars(owner)[key] for key in HOOKS if key in vars(owner)]  # a scripted one has others
     found = [owner._backward_hooks, owner._post_accumulate_grad_hooks]
     return [{} if hooks is None else hooks for hooks in found]
-
-
-def take_hooks(parameter: Tensor, first: int) -> list[dict[int, Any]]:
-    """Take away the hooks that were registered since torch gave out a number, the first of theirs."""
-    return [
-        {number: hooks.pop(number) for number in list(hooks) if isinstance(number, int) and number >= first}
-        for hooks in hooks_of(parameter)
-    ]
 
 
 @contextmanager

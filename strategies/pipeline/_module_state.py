@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule
 from torch import Tensor, get_rng_state, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,9 +31,9 @@ from typing_extensions import override
 from ..batch.exact.plans import Part
 from ..core.errors import ConfigError
 from ..core.module_checks import is_compiled, is_metric
+from ..core.module_state import LIGHTNING_KEYS
 from ..core.patching import hooks_of, replaced
 
-_LIGHTNING = LightningModule().__dict__.keys() - {"training"}
 _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
@@ -73,10 +72,18 @@ class ModuleState:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Run the micro-batches of a step inside the block."""
+        """Run the micro-batches of a step inside the block; those after the first may leave no hooks."""
         self._next_hook = math.inf
         yield
-        self._verify_hooks()  # again: those of parameters are not there while gradients are summed
+        if RemovableHandle.next_id <= self._next_hook:
+            return
+        for name, owner in (*self._module.named_modules(), *self._module.named_parameters()):
+            if any(isinstance(n, int) and n >= self._next_hook for hooks in hooks_of(owner) for n in hooks):
+                raise ConfigError(
+                    f"training_step registers a hook on {name or type(owner).__name__} in every micro-batch, and they "
+                    "would all be called. Register it in __init__, setup, on_fit_start or on_train_batch_start, or "
+                    "remove it in the step."
+                )
 
     @contextmanager
     def microbatch(self, number: int) -> Generator[None]:
@@ -85,8 +92,6 @@ class ModuleState:
             self._next_hook = RemovableHandle.next_id
         with nullcontext() if number or self.is_known else self._watched():
             yield
-        if number:
-            self._verify_hooks()
 
     @contextmanager
     def watching_backward(self) -> Generator[None]:
@@ -129,24 +134,15 @@ class ModuleState:
         found: list[Any] = [_num_hooks()]
         for part in self._parts:
             for owner in (*_owners(part), part._modules, part._parameters):
-                found += [(key, *_mark(value)) for key, value in owner.items() if key not in _LIGHTNING]
+                found += [
+                    (key, *_mark(value))
+                    for key, value in owner.items()
+                    if key == "training" or key not in LIGHTNING_KEYS
+                ]
         return found
 
     def _has_hooks(self) -> bool:
         return not self._own_hooks.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
-
-    def _verify_hooks(self) -> None:
-        """Refuse hooks that a micro-batch after the first has registered."""
-        if RemovableHandle.next_id <= self._next_hook:
-            return
-        for name, owner in (*self._module.named_modules(), *self._module.named_parameters()):
-            numbers = (number for hooks in hooks_of(owner) for number in hooks if isinstance(number, int))
-            if any(number >= self._next_hook for number in numbers):
-                raise ConfigError(
-                    f"training_step registers a hook on {name or type(owner).__name__} in every micro-batch, and they "
-                    "would all be called. Register it in __init__, setup, on_fit_start or on_train_batch_start, or "
-                    "remove it in the step."
-                )
 
 
 class _GradientReads(TorchFunctionMode):

@@ -28,10 +28,10 @@ from ..batch.whole.over_batch import among
 from ..batch.whole.whole_steps import WholeSteps
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract, has_context
+from ..core.module_state import untraced_step
 from ..core.patching import Replacement, replaced
 from ..core.rng import random_state, set_random_state
 from ..core.types import Batch
-from ..core.untraced_step import untraced_step
 from ..data.loaders import LoaderRole, goes_whole, positions
 from ..data.shares import RankShares, verify_side_by_side
 from ..data.streams import Divided

@@ -31,6 +31,7 @@ from torch.optim import LBFGS
 
 from ...strategies.core import rng
 from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_state import Kept
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
@@ -277,7 +278,7 @@ class _Before:
             trainer.state, trainer._logger_connector, trainer._logger_connector._exchange, trainer.lightning_module,
             contract, contract.metrics.sync, trainer.strategy.structures.lists,
         ]  # fmt: skip
-        self._spaces: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = []
+        self._kept = Kept(())
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._modes: list[tuple[Any, bool]] = []
 
@@ -286,7 +287,7 @@ class _Before:
         owners = [*self._owners, *callbacks_of(trainer), *(one.scheduler for one in trainer.lr_scheduler_configs)]
         spaces = [vars(owner) for owner in owners]
         spaces += [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self._spaces = [(space, dict(space), _containers(space)) for space in spaces]
+        self._kept = Kept(spaces, most=_FEW)
         buffers, layers = self._buffers, list(trainer.lightning_module.modules())
         self._buffers = {}
         for one in [one for layer in layers for one in layer._buffers.values() if one is not None]:
@@ -298,16 +299,7 @@ class _Before:
 
     def restore(self) -> None:
         self._trainer._logger_connector._leave_batch()
-        for space, kept, containers in self._spaces:
-            for key in space.keys() - kept.keys():
-                del space[key]
-            space.update(kept)
-            for value, content in containers:
-                if isinstance(value, list):
-                    value[:] = content
-                else:
-                    value.clear()
-                    value.update(content)
+        self._kept.restore()
         for one, version, copy in self._buffers.values():
             if one._version != version:
                 one.detach().copy_(copy)
@@ -315,7 +307,7 @@ class _Before:
             layer.training = mode
 
     def forget(self) -> None:
-        self._spaces, self._modes = [], []
+        self._kept, self._modes = Kept(()), []
 
 
 def _counters(value: Any) -> list[Any]:
@@ -323,14 +315,6 @@ def _counters(value: Any) -> list[Any]:
     if not isinstance(value, _BaseProgress) and not is_dataclass(value):
         return []
     return [value, *(one for part in vars(value).values() for one in _counters(part))]
-
-
-def _containers(space: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [
-        (value, value.copy())
-        for value in space.values()
-        if (type(value) is list or type(value) is dict) and len(value) < _FEW
-    ]
 
 
 class _Points:

@@ -1,48 +1,36 @@
 """See what a step leaves in a module: parameters, buffers and plain attributes that it has written, by name."""
 
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
-from ...core.module_checks import is_plain, own_parts
+from ...core.module_checks import is_metric, is_plain, own_parts
+from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, refill
+from ...core.patching import hooks_of
 
-_OWN = frozenset(vars(pl.LightningModule()))
-"""Attributes that every module has."""
-_CONTAINERS = (list, dict, OrderedDict, deque, set, tuple)
-_MOST_ELEMENTS = 4096
-"""Of a container whose elements are compared."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 @dataclass
 class Written:
-    """A value that a module keeps.
+    """A value that a module keeps in a dictionary, of parameters, buffers or attributes, and a copy of its contents.
 
     Args:
-        owner: the dictionary that holds it: a module's parameters, buffers or attributes.
-        value: the object, whose contents a step may change.
         is_saved: whether checkpoints hold it.
-        contents: a copy, see `copied`.
     """
 
     owner: dict[str, Any]
     key: str
     value: Any
-    is_saved: bool
+    is_saved: bool = False
     contents: Any = None
-
-    def copied(self) -> "Written":
-        """It, with a copy of its contents."""
-        self.contents = self.value.detach().clone() if isinstance(self.value, Tensor) else copy(self.value)
-        return self
 
     def put(self) -> None:
         """Give the module this value, with its contents, in other memory than what graphs may have saved."""
@@ -50,23 +38,25 @@ class Written:
         if isinstance(self.value, Tensor):
             if not self.value.requires_grad or self.value.is_leaf:
                 self.value.data = self.contents.clone()
-        elif type(self.value) in _CONTAINERS and type(self.value) is not tuple:
-            items = copy(self.contents)
-            self.value.clear()
-            (self.value.update if isinstance(self.value, (dict, set)) else self.value.extend)(items)
+        elif type(self.value) in CONTAINERS and type(self.value) is not tuple:
+            refill(self.value, self.contents)
 
 
-class ModuleState:
-    """What a module keeps, as it was when this was made, but for metrics and BatchNorm."""
+class ModuleState(Kept):
+    """What a module keeps, as it was when this was made, but for metrics; BatchNorm and hooks are only restored."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._kept = module, {name: one.copied() for name, one in _values(module)}
-        tensors = (kept.value for kept in self._kept.values() if isinstance(kept.value, Tensor))
-        self._memory = [(tensor, tensor.data) for tensor in tensors]
+        self._module, self._first_hook = module, RemovableHandle.next_id
+        self._kept = {name: replace(one, contents=copied(one.value)) for name, one in _values(module)}
+        held = [(one.value, one.contents) for one in self._kept.values() if isinstance(one.value, Tensor)]
+        self._memory = [(tensor, tensor.data) for tensor, _ in held]
+        held += [(buffer, copied(buffer)) for buffer in module.buffers()]
+        super().__init__((vars(part) for part in module.modules() if not is_metric(part)), held)
 
-    def taken(self) -> Mapping[str, Written]:
+    def taken(self) -> dict[str, Written]:
         """Undo what has been written since, and return it."""
-        written = {name: one.copied() for name, one in _values(self._module) if self._differs(name, one.value)}
+        found = {name: one for name, one in _values(self._module) if self._differs(name, one.value)}
+        written = {name: replace(one, contents=copied(one.value)) for name, one in found.items()}
         for name, other in written.items():
             if name in self._kept:
                 self._kept[name].put()
@@ -80,12 +70,14 @@ class ModuleState:
             return True
         return unlike(value, known.contents, 0.0)
 
-    def close(self) -> None:
-        """Undo everything, in the memory in which it was."""
-        self.taken()
-        for tensor, data in self._memory:
-            if tensor.data_ptr() != data.data_ptr():
-                tensor.data = data.copy_(tensor.data)
+    @override
+    def restore(self) -> None:
+        for tensor, data in self._memory:  # as others may see it
+            tensor.data = data
+        super().restore()
+        for hooks in [hooks for parameter in self._module.parameters() for hooks in hooks_of(parameter)]:
+            for number in [number for number in hooks if isinstance(number, int) and number >= self._first_hook]:
+                del hooks[number]
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Written]]:
@@ -98,17 +90,16 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Written]]:
                 yield prefix + key, Written(part._buffers, key, buffer, key not in part._non_persistent_buffers_set)
         own = vars(part)
         for key, value in list(own.items()):
-            if key not in _OWN and _is_plain(value):
-                yield prefix + key, Written(own, key, value, False)
+            if key not in LIGHTNING_KEYS and _is_plain(value):
+                yield prefix + key, Written(own, key, value)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return is_plain(value) and not isinstance(value, nn.Parameter)
-    if type(value) in _CONTAINERS:
-        return len(value) <= _MOST_ELEMENTS and all(
-            map(_is_plain, value.values() if isinstance(value, dict) else value)
-        )
+    if type(value) in CONTAINERS:
+        inside = value.values() if isinstance(value, dict) else value
+        return len(value) <= MOST_ELEMENTS and all(map(_is_plain, inside))
     return isinstance(value, _PLAIN)
 
 

@@ -18,9 +18,9 @@ from typing_extensions import override
 from ...core.errors import PartsDiffer
 from ...core.executor import Piece
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
+from ...core.module_state import kept_metrics
 from ...core.patching import Replacement, hooks_of
 from ...core.types import Batch
-from ...core.untraced_step import trial_step
 from ..evaluation_lists import Appended, PartLists
 from ..losses import is_loss, weight_in
 from ..part_metrics import PartMetrics
@@ -140,20 +140,21 @@ class Trial:
             if module.automatic_optimization and isinstance(loss, Tensor):
                 here().tape.log(RETURNED, loss)
                 backward(loss)
-            if state is not None and not in_turn:
+            if not (self.together or in_turn):
                 here().written.update(state.taken())
 
         with ExitStack() as stack:
             stack.enter_context(seeded(seed, self.device))
-            stack.enter_context(trial_step(module, evaluates=self.evaluates))  # restores all attributes
+            state = ModuleState(module)
+            stack.callback(state.restore)
+            stack.enter_context(kept_metrics(module))
             stack.enter_context(torch.enable_grad())
-            for part in module.modules() if not self.evaluates else ():
-                part.training = part.training and not _draws(part)
+            for part in module.modules():
+                part.training = part.training and not (self.evaluates or _draws(part))
             stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
             stack.callback(register_module_forward_pre_hook(call).remove)
-            state, hooks = None if self.together else ModuleState(module), _hooks(module)
-            if state is not None:
-                stack.callback(state.close)
+            hooks = _hooks(module)
+            if not self.together:
                 stack.enter_context(simulating(SimulatedRanks(len(parts) if self.of_ranks else 1)))
             for one in given:
                 one.put()
@@ -167,7 +168,7 @@ class Trial:
             with recording, _Parts(self, pieces, sizes, state) as meeting:
                 for part in meeting.pieces:
                     part.call()
-            if state is not None and in_turn:
+            if in_turn and not self.together:
                 left = state.taken()
                 for one in found:
                     one.written.update(left)
@@ -178,9 +179,7 @@ class Trial:
 class _Parts(Meeting):
     """Parts that meet in one module as in one of each: what a part has written to it is put aside meanwhile."""
 
-    def __init__(
-        self, trial: Trial, pieces: Sequence[Piece], sizes: Sequence[float], state: ModuleState | None
-    ) -> None:
+    def __init__(self, trial: Trial, pieces: Sequence[Piece], sizes: Sequence[float], state: ModuleState) -> None:
         super().__init__(pieces, sizes)
         self._trial, self._state = trial, state
 
@@ -191,7 +190,7 @@ class _Parts(Meeting):
                 f"{self._trial.strategy}: training_step needs the rows of all micro-batches at once, which run one "
                 "after the other. Set num_microbatches=1."
             )
-        written = {} if self._state is None else self._state.taken()
+        written = {} if self._trial.together else self._state.taken()
         answer = super().meet(part, where, value, combine)
         for one in written.values():
             one.put()

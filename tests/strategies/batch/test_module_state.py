@@ -1,21 +1,18 @@
 """A step that is run only to see its result leaves the module as it was."""
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import BalancedDataParallelStrategy, SingleDeviceStrategy
-from evener.strategies.core.untraced_step import trial_step, untraced_step
+from evener.strategies.batch.exact.module_state import ModuleState
+from evener.strategies.core.module_state import untraced_step
 from evener.trainer import Trainer
 
-Context = Callable[[pl.LightningModule], AbstractContextManager[None]]
 FOUND: list[Tensor] = []
 """What hooks have seen since the last call of `Capturing` began."""
 
@@ -74,8 +71,11 @@ class Counting(Collecting):
 
 def test_a_trial_leaves_no_hook_and_nothing_in_dicts() -> None:
     module = Counting()
-    with trial_step(module):
-        module.training_step(torch.ones(3, 2, dtype=torch.float64), 0)
+    before, state = module.count, ModuleState(module)
+    module.training_step(torch.ones(3, 2, dtype=torch.float64), 0)
+    state.restore()
+    assert module.count is before
+    assert float(before) == 0
     assert not hasattr(module.net, "has_hook")
     assert not module.net.layer._forward_hooks
     assert module.seen == {"losses": []}
@@ -87,19 +87,19 @@ def test_a_trial_leaves_no_hook_on_a_parameter() -> None:
     module = Counting()
     weight = module.net.layer.weight
     weight.register_hook(lambda gradient: gradient * 2)
-    with trial_step(module):
-        weight.register_hook(lambda gradient: gradient * 3)
-        weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())  # type: ignore[union-attr]
+    state = ModuleState(module)
+    weight.register_hook(lambda gradient: gradient * 3)
+    weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())  # type: ignore[union-attr]
+    state.restore()
     weight.sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
 
 
-@pytest.mark.parametrize("context", [trial_step, untraced_step])
-def test_a_buffer_that_a_step_replaces_is_restored(context: Context) -> None:
+def test_a_buffer_that_a_step_replaces_is_restored() -> None:
     module = Counting()
     before = module.count
-    with context(module):
+    with untraced_step(module):
         module.training_step(torch.ones(3, 2, dtype=torch.float64), 0)
         assert float(module.count) == 1
     assert module.count is before
