@@ -10,14 +10,14 @@ It is set on a module once per run. A step only names a receiver, so nothing of 
 import inspect
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from .types import StaysOnRoot
+from .patching import Replacement
 
 LOG_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """The arguments of `log` after the module, name and value, in order."""
@@ -28,30 +28,21 @@ Receiver = Callable[..., None]
 """Takes the arguments of `self.log`."""
 
 
-@dataclass(eq=False)
-class ModuleLog(StaysOnRoot):
-    """Takes the place of `self.log` of one module.
+class ModuleLog(Replacement):
+    """Takes the place of `self.log` of one module; a `receiver` gets all values instead."""
 
-    Args:
-        full: the module's own method.
-        receiver: gets all values instead.
-    """
-
-    module: nn.Module
-    full: Receiver
     receiver: Receiver | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied or pickled with its module, it becomes the copy's own `log`."""
-        return getattr, (self.module, "log")
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "log", self.keep)
 
+    @override
     def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Log a value; see `LightningModule.log`."""
         (self.receiver or self.keep)(name, value, *args, **options)
 
     def keep(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Store a value."""
-        self.full(name, value, *args, **options)
+        self.own(name, value, *args, **options)
 
     def without_weight(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Store that a value was logged, without changing anything: for a rank that has no samples of a batch.
@@ -66,7 +57,7 @@ def module_log(module: pl.LightningModule) -> ModuleLog:
     """The `ModuleLog` of a module; it is set on the module if it has none."""
     own = vars(module).get("log")
     if not isinstance(own, ModuleLog):
-        own = vars(module)["log"] = ModuleLog(module, module.log)
+        own = vars(module)["log"] = ModuleLog(module)
     return own
 
 
@@ -94,9 +85,7 @@ def restore_logs(module: nn.Module) -> None:
     for part in lightning_modules(module):
         own = vars(part).get("log")
         if isinstance(own, ModuleLog):
-            del vars(part)["log"]
-            if own.full != part.log:  # one that was set on the object
-                vars(part)["log"] = own.full
+            own.remove()
 
 
 def log_nothing(name: str, value: Any, *args: Any, **options: Any) -> None:

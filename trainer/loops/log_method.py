@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytorch_lightning as pl
@@ -12,8 +12,7 @@ from torchmetrics import MetricCollection
 from typing_extensions import override
 
 from ...strategies.core.module_log import ModuleLog
-from ...strategies.core.patching import replaced
-from ...strategies.core.types import StaysOnRoot
+from ...strategies.core.patching import Replacement, replaced
 from ..logging.connector import LeanLoggerConnector
 from .hook_plan import MODULE
 
@@ -30,7 +29,8 @@ class LeanLog(ModuleLog):
 
     def __init__(self, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
-        super().__init__(module, MODULE["log"].__get__(module))
+        super().__init__(module)
+        self.own = MODULE["log"].__get__(module)  # not the strategy's
         connector: Any = trainer._logger_connector
         self.trainer: Any = trainer
         self.connector: LeanLoggerConnector = connector
@@ -98,7 +98,7 @@ class LeanLog(ModuleLog):
         fx: str = self.state["_current_fx_name"]
         results = self.connector.batch_results
         given = dict(zip(_OPTIONS, options, strict=True))
-        self.full(name, value, batch_size=batch_size, **given)
+        self.own(name, value, batch_size=batch_size, **given)
         if results is None:
             return
         if results.pending and results.pending[-1].series.meta.name == name:
@@ -108,24 +108,13 @@ class LeanLog(ModuleLog):
             results.allow_quick(fx, series, options)
 
 
-class LeanLogDict(StaysOnRoot):
-    """Replaces a module's `log_dict` while its trainer runs: each call links no metrics of a collection anew."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        self.module = module
-        self.full: Callable[..., None] = MODULE["log_dict"].__get__(module)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied or pickled with its module, it becomes the copy's own `log_dict`."""
-        return getattr, (self.module, "log_dict")
-
-    def __call__(self, dictionary: Any, *args: Any, **options: Any) -> None:
-        """Log values; see `LightningModule.log_dict`."""
-        values = dictionary
-        if type(dictionary) is MetricCollection and shares_states(dictionary):
-            renames = dictionary.prefix is not None or dictionary.postfix is not None
-            values = dictionary._to_renamed_dict() if renames else dictionary._modules
-        self.full(values, *args, **options)
+def _log_dict(own: Callable[..., None], dictionary: Any, *args: Any, **options: Any) -> None:
+    """Log values by Lightning's method, without linking metrics of a collection anew in each call."""
+    values = dictionary
+    if type(dictionary) is MetricCollection and shares_states(dictionary):
+        renames = dictionary.prefix is not None or dictionary.postfix is not None
+        values = dictionary._to_renamed_dict() if renames else dictionary._modules
+    own(values, *args, **options)
 
 
 def shares_states(collection: MetricCollection) -> bool:
@@ -155,7 +144,7 @@ def lean_logging(trainer: Any) -> Generator[None]:
     """
     module = trainer.lightning_module
     before = vars(module).get("log")  # the strategy's, or the user's
-    plain = before.full if isinstance(before, ModuleLog) else module.log
+    plain = before.own if isinstance(before, ModuleLog) else module.log
     own = plain != MODULE["log"].__get__(module)
     iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
     is_compiled = module._compiler_ctx is not None
@@ -163,22 +152,12 @@ def lean_logging(trainer: Any) -> Generator[None]:
         with replaced(module, "log", torch.compiler.disable(module.log)) if is_compiled and not own else nullcontext():
             yield
         return
-    log = LeanLog(trainer)
     through = [callback for callback in trainer.callbacks if getattr(callback, "log", None) == plain]
-    module.__dict__["log"] = log
-    own_dict = type(module).log_dict is not MODULE["log_dict"] or "log_dict" in module.__dict__
-    if not own_dict:
-        module.__dict__["log_dict"] = LeanLogDict(module)
-    for callback in through:
-        callback.log = log
-    try:
-        yield
-    finally:
-        if module.__dict__.get("log") is log:
-            del module.__dict__["log"]
-            vars(module).update({} if before is None else {"log": before})
-        if not own_dict and isinstance(module.__dict__.get("log_dict"), LeanLogDict):
-            del module.__dict__["log_dict"]
+    with ExitStack() as stack:
+        log = LeanLog(trainer)
+        stack.callback(log.remove)
+        if type(module).log_dict is MODULE["log_dict"] and "log_dict" not in vars(module):
+            stack.callback(Replacement(module, "log_dict", _log_dict).remove)
         for callback in through:
-            if getattr(callback, "log", None) is log:
-                callback.log = plain
+            stack.enter_context(replaced(callback, "log", log))
+        yield
