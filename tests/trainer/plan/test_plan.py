@@ -14,6 +14,7 @@ The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with m
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from distributed import run_ranks
 from omegaconf import DictConfig
+from tiny import Tiny, quiet
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from evener.trainer import Trainer, compose
+from evener.trainer import compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._search import DevicePlan, MemoryPlan
@@ -46,9 +48,10 @@ def backward_peak(n: int) -> int:
     return 2 * WEIGHTS + max(120 * n + 84, 56 * n + WEIGHTS + 12)
 
 
-class Small(pl.LightningModule):
+class Small(Tiny):
     def __init__(self, batch_size: int = 5) -> None:
         super().__init__()
+        del self.layer
         self.batch_size = batch_size
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
@@ -89,9 +92,6 @@ def test_one_device_needs_what_the_hand_says(tmp_path: Path) -> None:
         DevicePlan(0, 5, WEIGHTS, WEIGHTS, WEIGHTS, batch=5 * 24, activations=5 * 40 + 8, peak=backward_peak(5))
     ]
     assert (plan.loader_batch, plan.global_batch, plan.largest_batch) == (5, 5, None)
-
-
-def test_a_small_batch_peaks_in_forward(tmp_path: Path) -> None:
     assert forward_peak(4) > backward_peak(4)
     assert plan_memory(small(tmp_path, batch_size=4)).peak == forward_peak(4)
 
@@ -194,10 +194,6 @@ class Deep(Small):
         self.net = nn.Sequential(*(Wide() for _ in range(num_blocks)), nn.Linear(4, 2))
 
 
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
-QUIET |= {"enable_model_summary": False}
-
-
 class Watch(pl.Callback):
     """Counts the bytes that the last step takes from the allocator."""
 
@@ -207,15 +203,19 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         self.profile.__exit__(None, None, None)
 
-    def peak(self) -> int:
-        """The most bytes beyond those at the beginning of the step."""
-        live = peak = 0
+    def sizes(self, until: str = "") -> Iterator[int]:
+        """Bytes beyond those at the beginning of the step, after each allocation up to an event."""
+        live = 0
         kineto: Any = self.profile.profiler
         for event in sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == until:
+                return
             if event.name() == "[memory]":
                 live += event.nbytes()
-                peak = max(peak, live)
-        return peak
+                yield live
+
+    def peak(self) -> int:
+        return max(self.sizes())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_run_allocates(
 
     watch = Watch()
     strategy = SingleDeviceStrategy(recompute=recompute)
-    Trainer(accelerator="cpu", strategy=strategy, callbacks=[watch], **QUIET).fit(module(batch_size=2000))
+    quiet(strategy=strategy, callbacks=[watch], max_epochs=3).fit(module(batch_size=2000))
     # the profiled step began with parameters, gradients, momentum and the batch
     (device,) = plan.devices
     assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + watch.peak(), rel=0.1)
@@ -268,8 +268,7 @@ def _peak_of_a_rank(num_ranks: int, keeps: bool) -> int:
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     watch = WatchSteps()
     strategy = FSDPStrategy(reshard_after_forward=not keeps, timeout_s=60)
-    options = {**QUIET, "max_epochs": 20}
-    Trainer(accelerator="cpu", devices=num_ranks, strategy=strategy, callbacks=[watch], **options).fit(Blocks())
+    quiet(devices=num_ranks, strategy=strategy, callbacks=[watch], max_epochs=20).fit(Blocks())
     return min(watch.peaks[2:])
 
 
@@ -296,26 +295,15 @@ def test_stages_keep_what_is_planned_with_and_without_recompute(
     cfg = small(tmp_path, *words, f"strategy.recompute={recompute}", module="Deep", batch_size=num)
     planned = sum(device.activations for device in plan_memory(cfg).devices)
 
-    class Watch(pl.Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
-
+    class WatchForward(Watch):
         def on_before_zero_grad(self, *_: Any) -> None:
             with record_function("forward has ended"):
                 pass
 
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.profile.__exit__(None, None, None)
-
-    watch = Watch()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
+    watch = WatchForward()
     strategy = ModelParallelStrategy(devices=["cpu", "cpu"], partition=["net.4"], recompute=recompute)
-    trainer = Trainer(accelerator="cpu", strategy=strategy, callbacks=[watch], enable_model_summary=False, **quiet)
-    trainer.fit(Deep(batch_size=num))
-    kineto: Any = watch.profile.profiler
-    events = sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns())
-    (end,) = (event.start_ns() for event in events if event.name() == "forward has ended")
-    kept = sum(event.nbytes() for event in events if event.name() == "[memory]" and event.start_ns() < end)
+    quiet(strategy=strategy, callbacks=[watch], max_epochs=3).fit(Deep(batch_size=num))
+    *_, kept = watch.sizes(until="forward has ended")
     # on real devices the input of stage 0 is a copy, and so is its output on stage 1, unless only the copy is kept:
     # 4 floats per sample; here a random state of 5 kB is kept for each part with dropout that is computed again
     assert kept == pytest.approx(planned - num_copies * 16 * num, rel=0.1)
@@ -378,13 +366,12 @@ def test_a_step_that_reads_values_is_refused(tmp_path: Path) -> None:
 
 REFUSED = [
     (["devices=2"], r"single_device: 2 devices were given"),
-    (
-        ["strategy=model_parallel", "devices=2", "strategy.partition=manual"],
-        r"mode=plan does not support partition=manual",
-    ),
+    (["strategy=model_parallel", "devices=2", "strategy.partition=manual"], r"does not support partition=manual"),
     (["strategy=ddp_model_parallel", "devices=3"], r"3 devices don't divide into processes of 2"),
     (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan does not support dp\.submodule"),
     (["devices=none"], r"devices=none: at least one device"),
+    (["strategy._target_=pytorch_lightning.strategies.FSDPStrategy"], r"does not support the strategy fsdp"),
+    (["plan.measure=true"], r"plan\.measure is no longer there\. Give mode=compare"),
 ]
 
 
@@ -392,24 +379,6 @@ REFUSED = [
 def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan_memory(small(tmp_path, *overrides))
-
-
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        ("pytorch_lightning.strategies.FSDPStrategy", "FSDPStrategy|fsdp"),
-    ],
-)
-def test_a_strategy_that_cannot_be_planned_is_refused(target: str, name: str, tmp_path: Path) -> None:
-    cfg = small(tmp_path)
-    cfg.strategy = {"_target_": target}
-    with pytest.raises(ConfigError, match=rf"mode=plan does not support the strategy ({name})"):
-        plan_memory(cfg)
-
-
-def test_a_measurement_beside_the_plan_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"plan\.measure is no longer there\. Give mode=compare"):
-        compose([f"log_dir={tmp_path}", "mode=plan", "plan.measure=true"])
 
 
 @pytest.mark.parametrize(

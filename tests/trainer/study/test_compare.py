@@ -5,15 +5,14 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
+from tiny import Tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,44 +24,40 @@ from evener.trainer.cli.train import prepare, run_job
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
-from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Probe, Trial, is_synced, median_rate, run_trial
+from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Trial, is_synced, median_rate, run_trial
 
 
-class Fair(pl.LightningModule):
+class Fair(Tiny):
     """A mean over samples, as law 1 asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
-        self.net = nn.Linear(3, 1)
+        self.layer = net or nn.Linear(3, 1)
 
     def train_dataloader(self) -> Any:
         inputs = torch.randn(28, 3, generator=torch.Generator().manual_seed(1))
         return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=7)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return F.mse_loss(self.layer(batch[0]), batch[1])
 
 
 class Unfair(Fair):
     """Weights of samples that add up to one in each chunk."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        errors = (self.net(batch[0]) - batch[1]).square().T
+        errors = (self.layer(batch[0]) - batch[1]).square().T
         return (torch.zeros_like(errors).softmax(1) * errors).mean()
 
 
 class Random(Fair):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+        super().__init__(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)))
 
 
 class Noisy(Fair):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.net(F.dropout(batch[0])), batch[1])
+        return F.mse_loss(self.layer(F.dropout(batch[0])), batch[1])
 
 
 class Refused(Fair):
@@ -107,6 +102,8 @@ def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
     assert len(one.losses) == 6
     assert largest_difference(two, one) < 1e-14
     assert judge([one, two], 1e-8).excuses == {"single_device": [], "dp": []}
+    assert largest_difference(Trial("dp", losses=[float("nan")] * 6), one) == float("inf")
+    assert largest_difference(Trial("dp", losses=one.losses[:5]), one) == float("inf")
 
 
 def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
@@ -126,10 +123,7 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
     two = tried(tmp_path, "dp", module="Random")
     comparison = judge([one, two], 1e-4)
     assert comparison.differences["dp"] > 1e-4
-    assert comparison.excuses["dp"] == [
-        "1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)",
-        DRAWS,
-    ]
+    assert comparison.excuses["dp"] == ["1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)", DRAWS]
     assert verdict(comparison, two).startswith("differ, see below (")
     assert "1 BatchNorm layers" in compare.notes(comparison)[0]
 
@@ -168,6 +162,12 @@ def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
     assert recommendation(comparison) == "No recommendation: no strategy trained; see the reasons above."
 
 
+def test_losses_of_ranks_with_unequal_parts_are_the_batchs(tmp_path: Path) -> None:
+    one, two = compare.compare_strategies(config(tmp_path, "precision=64-true", "compare.strategies=[ddp]")).trials
+    assert (two.status, two.num_processes, two.global_batch) == (OK, 2, 7)  # 4 samples and 3
+    assert largest_difference(two, one) < 1e-14
+
+
 def test_a_trial_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     cfg, before = config(tmp_path), psutil.Process().children()
     trial = run_trial(compare.trial_config(cfg, "ddp", tmp_path / "ddp"), "ddp", timeout_s=0.05)
@@ -201,26 +201,6 @@ def test_the_command_compares_in_processes_of_their_own(
         assert text in shown
 
 
-def test_losses_of_ranks_are_weighted(tmp_path: Path) -> None:
-    class OtherRank:
-        root_device = torch.device("cpu")
-
-        def reduce(self, sums: Tensor, reduce_op: str) -> Tensor:
-            assert reduce_op == "sum"
-            return sums + torch.tensor([[5.0, 1.0], [0.0, 0.0]])  # it had no sample of the second batch
-
-    probe = Probe(str(tmp_path), warmup_steps=1)
-    probe._losses += [(torch.tensor(1.0), 3.0), (torch.tensor(2.0), 4.0)]
-    trainer: Any = SimpleNamespace(strategy=OtherRank(), is_global_zero=True)
-    probe.on_train_end(trainer, pl.LightningModule())
-    assert json.loads((tmp_path / "probe.json").read_text())["losses"] == [(3 * 1 + 1 * 5) / 4, 2.0]
-
-
-def test_a_loss_that_is_no_number_is_not_equal() -> None:
-    assert largest_difference(Trial("dp", losses=[float("nan")]), Trial("single_device", losses=[1.0])) == float("inf")
-    assert largest_difference(Trial("dp", losses=[1.0]), Trial("single_device", losses=[1.0, 2.0])) == float("inf")
-
-
 def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] = (2.0, 1.0)) -> Trial:
     return Trial(strategy, losses=list(losses), samples_per_s=speed, peak_memory_mib=[size, size // 2])
 
@@ -238,47 +218,47 @@ def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
     ]
 
 
-def test_the_fastest_is_recommended() -> None:
-    comparison = judge([measured("single_device", 100, 8), measured("dp", 150, 6), measured("ddp", 180, 6)], 1e-4)
-    assert recommendation(comparison) == (
-        "Recommended: strategy=ddp, because it is the fastest of 3 that train alike, 1.20 times as fast as dp."
-    )
-
-
-def test_one_device_is_recommended_where_more_do_not_pay() -> None:
-    comparison = judge([measured("single_device", 100, 8), measured("ddp", 50, 6)], 1e-4)
-    assert comparison.recommended == "single_device"
-    assert (
-        comparison.reason == "more devices are not faster at this batch size: it is 2.00 times as fast as the next, ddp"
-    )
-
-
-def test_a_lead_within_the_spreads_is_told() -> None:
+RECOMMENDED = {
+    "the fastest": (
+        [measured("single_device", 100, 8), measured("dp", 150, 6), measured("ddp", 180, 6)],
+        "ddp", "it is the fastest of 3 that train alike, 1.20 times as fast as dp",
+    ),
+    "one device where more do not pay": (
+        [measured("single_device", 100, 8), measured("ddp", 50, 6)],
+        "single_device",
+        "more devices are not faster at this batch size: it is 2.00 times as fast as the next, ddp",
+    ),
     # a busy machine: fsdp was recommended at 1.41 times single_device, whose windows differed by more than that
-    noisy = [replace(measured("single_device", 100, 8), spread=0.5), measured("ddp", 140, 6)]
-    assert judge(noisy, 1e-4).reason.endswith(
-        "1.40 times as fast as single_device; their spreads (±) overlap, so measure again with more compare.steps"
-    )
-    clear = [replace(trial, spread=0.1) for trial in noisy]
-    assert judge(clear, 1e-4).reason.endswith("1.40 times as fast as single_device")
+    "a lead within the spreads": (
+        [replace(measured("single_device", 100, 8), spread=0.5), measured("ddp", 140, 6)],
+        "ddp",
+        "it is the fastest of 2 that train alike, 1.40 times as fast as single_device; their spreads (±) overlap, so "
+        "measure again with more compare.steps",
+    ),
+    "a lead beyond the spreads": (
+        [replace(measured("single_device", 100, 8), spread=0.1), replace(measured("ddp", 140, 6), spread=0.1)],
+        "ddp", "it is the fastest of 2 that train alike, 1.40 times as fast as single_device",
+    ),
+    "of equally fast ones the leaner": (
+        [measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)],
+        "ddp", "it is as fast as dp (within 5%), and its peak memory per device is lower",
+    ),
+    "of equal ones the simpler": (
+        [measured("dp", 97, 600), measured("ddp", 100, 600)], "dp", "it is as fast as ddp (within 5%), and simpler",
+    ),
+    "what fits": (
+        [measured("single_device", 100, 8000), measured("model_parallel", 50, 300)],
+        "model_parallel", "it is the only one that trained",
+    ),
+}  # fmt: skip
 
 
-def test_of_equally_fast_ones_the_leaner_is_recommended() -> None:
-    comparison = judge([measured("single_device", 10, 800), measured("dp", 100, 600), measured("ddp", 97, 300)], 1e-4)
-    assert comparison.recommended == "ddp"
-    assert comparison.reason == "it is as fast as dp (within 5%), and its peak memory per device is lower"
-
-
-def test_of_equal_ones_the_simpler_is_recommended() -> None:
-    comparison = judge([measured("dp", 97, 600), measured("ddp", 100, 600)], 1e-4)
-    assert comparison.recommended == "dp"
-    assert comparison.reason == "it is as fast as ddp (within 5%), and simpler"
-
-
-def test_what_does_not_fit_is_not_recommended() -> None:
-    trials = [measured("single_device", 100, 800), measured("model_parallel", 50, 300)]
-    comparison = judge(trials, 1e-4, device_mib=500)
-    assert (comparison.recommended, comparison.reason) == ("model_parallel", "it is the only one that trained")
+@pytest.mark.parametrize("case", RECOMMENDED)
+def test_what_is_recommended_and_why(case: str) -> None:
+    trials, recommended, reason = RECOMMENDED[case]
+    comparison = judge(trials, 1e-4, device_mib=5000)
+    assert (comparison.recommended, comparison.reason) == (recommended, reason)
+    assert recommendation(comparison) == f"Recommended: strategy={recommended}, because {reason}."
 
 
 def test_memory_is_shown_by_device() -> None:
@@ -299,20 +279,14 @@ def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
 
 def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
     assert chosen_strategies(config(tmp_path)) == [*STRATEGIES, "ddp_global_view"]
-    assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == [
-        "single_device",
-        "ddp",
-        "dp",
-    ]
-    with pytest.raises(ConfigError, match=r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"):
-        chosen_strategies(config(tmp_path, "compare.strategies=[ddpp]"))
+    assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == ["single_device", "ddp", "dp"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
         (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves too few steps to measure"),
-        (["compare.strategies=[dpp]"], r"dpp is unknown"),
+        (["compare.strategies=[ddpp]"], r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"),
         (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
     ],
 )
