@@ -15,6 +15,7 @@ import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
@@ -26,7 +27,7 @@ from ...strategies.core.options import Count, NotNegative, checked
 from ._interval import Interval
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import remove_leftovers
-from .snapshots import MemorySnapshots, snapshots_of
+from .snapshots import MemorySnapshots
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,10 @@ class Checkpoint(ModelCheckpoint):
     """Whether a checkpoint must be written at the next clean point."""
     snapshots: MemorySnapshots | None = None
     """Takes snapshots in memory; None if none are taken."""
-    _best_due = _validated = _scored_by_validation = _told_of_nan = False
-    _score_step = _last_batch_saved = -1
+    _best_due = _validated = _told_of_nan = False
+    _score_step = -1
+    """The step of the last validation that logged the monitored metric; -1 if none has."""
+    _last_batch_saved = -1
     _score_before: Tensor | None = None
     _io: VerifiedCheckpointIO | None = None
     _saved_now = ""
@@ -159,7 +162,15 @@ class Checkpoint(ModelCheckpoint):
                 f"checkpoint: sharded=true is written by this project's own plugin, but the trainer was given "
                 f"{type(trainer.strategy.checkpoint_io).__name__}. Leave one of them out."
             )
-        self.snapshots = snapshots_of(trainer, self._snapshot_every_n_steps, self.dirpath)
+        if self._snapshot_every_n_steps is not None and self.dirpath is not None:
+            if trainer.num_nodes > 1:
+                rank_zero_warn(
+                    f"checkpoint: snapshot_every_n_steps={self._snapshot_every_n_steps} has no effect on "
+                    f"{trainer.num_nodes} machines: a machine that is lost takes its memory along. Save more often to "
+                    "the disk that they share (every_n_steps)."
+                )
+            else:
+                self.snapshots = MemorySnapshots(self._snapshot_every_n_steps, self.dirpath)
         if trainer.is_global_zero and self.dirpath is not None:
             remove_leftovers(Path(self.dirpath))
 
@@ -195,7 +206,6 @@ class Checkpoint(ModelCheckpoint):
         self._validated = True
         score = None if self.monitor is None else trainer.callback_metrics.get(self.monitor)
         if score is not None and score is not self._score_before:
-            self._scored_by_validation = True
             self._score_step = trainer.global_step
         if self.monitor is not None and (self._best_due or self._epoch_counts(trainer)):
             self._mark(trainer)
@@ -236,11 +246,6 @@ class Checkpoint(ModelCheckpoint):
 
     # Saving
 
-    def take_snapshot(self, trainer: pl.Trainer) -> None:
-        """Take the snapshot that is due."""
-        assert self.snapshots is not None
-        self.snapshots.take(trainer)
-
     def save(self, trainer: pl.Trainer) -> None:
         """Write the best checkpoint, if the monitored metric belongs to the current weights, and the last one.
 
@@ -248,15 +253,22 @@ class Checkpoint(ModelCheckpoint):
             ConfigError: `monitor` was not logged by the end of the first validation.
         """
         self.due = False
+        if self.snapshots is not None:
+            self.snapshots.due = False
         self._last_batch_saved = _num_batches(trainer)
         candidates = self._monitor_candidates(trainer)
         candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
         known = self.monitor is None or self.monitor in candidates
-        self.last_model_path = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
-        if self._best_due and known and (not self._scored_by_validation or self._score_step == trainer.global_step):
-            self._best_due = False
-            self._save_topk_checkpoint(trainer, candidates)
-        self._save_last_checkpoint(trainer, candidates)
+        last = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
+        self.last_model_path, self._saved_now = last if self.save_last else "", ""
+        with nullcontext() if self._io is None else self._io.saving(trainer):
+            if self._best_due and known and self._score_step in (-1, trainer.global_step):
+                self._best_due = False
+                self._save_topk_checkpoint(trainer, candidates)
+            if self.save_last and (self._io is None or not self._saved_now):
+                self._save_checkpoint(trainer, last)
+            elif self.save_last and self._io is not None and trainer.is_global_zero:
+                self._io.link_checkpoint(self._saved_now, last)
         if not self._background:
             self._settle(trainer)
         if not known and self._is_unknown(trainer):
@@ -294,22 +306,8 @@ class Checkpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         if filepath == self.best_model_path:  # which the file will say, too
             self.best_epoch = trainer.fit_loop.epoch_progress.current.ready - 1
-        with nullcontext() if self._io is None else self._io.saving(trainer):
-            super()._save_checkpoint(trainer, filepath)
+        super()._save_checkpoint(trainer, filepath)
         self._saved_now = filepath
-
-    @override
-    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        if not self.save_last:
-            self.last_model_path = ""
-            return
-        self.last_model_path = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
-        if self._saved_now and self._io is not None:
-            if trainer.is_global_zero:
-                self._io.link_checkpoint(self._saved_now, self.last_model_path)
-        else:
-            self._save_checkpoint(trainer, self.last_model_path)
-        self._saved_now = ""
 
     def _settle(self, trainer: pl.Trainer) -> None:
         """Go back to the ranking before the last file, if that could not be written: the ones before are all there."""
@@ -319,11 +317,6 @@ class Checkpoint(ModelCheckpoint):
         failed = trainer.strategy.broadcast(self._io.take_failed())
         if not failed.isdisjoint([self.best_model_path, *self.best_k_models]):
             self.load_state_dict(self._ranking)
-
-    @override
-    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        with nullcontext() if self._io is None else self._io.saving(trainer):
-            super()._remove_checkpoint(trainer, filepath)
 
     @override
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:

@@ -76,27 +76,23 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy tensors to others, and return when all are copied."""
+    """Copy tensors to others, and return when all are copied.
+
+    On the host several threads copy, since one core alone does not use all of the memory's bandwidth. Each takes the
+    next piece, so that none waits for another that has to share its core. torch would cut the whole into one part per
+    thread and wait for the slowest: 10 times slower on a busy machine.
+    """
     on_host: list[tuple[Any, Any]] = []
     devices: set[torch.device] = set()
     for tensor, target in pairs:
         if tensor.is_cpu and tensor.is_contiguous():
             pieces = zip(*(flat_bytes(each).split(_PIECE) for each in (tensor, target)), strict=True)
-            on_host += [(source.numpy(), copy.numpy()) for source, copy in pieces]
+            on_host += [(copy.numpy(), source.numpy()) for source, copy in pieces]
         else:
             target.copy_(tensor, non_blocking=True)
             devices |= {tensor.device} - {torch.device("cpu")}
-    _copy_in_threads(on_host)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(on_host) // 4 + 1)) as pool:
+        for copied in [pool.submit(np.copyto, *piece) for piece in on_host]:
+            copied.result()
     for device in devices:
         torch.accelerator.synchronize(device)
-
-
-def _copy_in_threads(pieces: list[tuple[Any, Any]]) -> None:
-    """Copy with several threads, since one core alone does not use all of the memory's bandwidth.
-
-    Each takes the next piece, so that none waits for another that has to share its core. torch would cut the whole into
-    one part per thread and wait for the slowest: 10 times slower on a busy machine.
-    """
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(pieces) // 4 + 1)) as pool:
-        for copied in [pool.submit(np.copyto, target, source) for source, target in pieces]:
-            copied.result()

@@ -1,4 +1,6 @@
-"""Bring hyperparameters back as what they were: checkpoints hold them as plain data, and beside these their kinds.
+"""Convert checkpoints to plain data, so that loading one runs no code, and bring hyperparameters back from it.
+
+Of hyperparameters a checkpoint notes beside the plain data what they were, their kinds:
 
     hyper_parameters   {"cfg": {"lr": 0.1, "out": 0.1}, "color": "RED"}          what torch.load and Lightning read
     evener_hparams     {"hyper_parameters": [[["cfg"], "config", {"texts": [[["out"], "${lr}"]], …}],
@@ -18,16 +20,19 @@ import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import numpy as np
+import torch
 from omegaconf import Container, OmegaConf
-from omegaconf.errors import UnsupportedValueType
 from pytorch_lightning.core import saving
+
+from ...strategies.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +41,96 @@ KINDS = "evener_hparams"
 EXACT = "exact_resume"
 """The key of the state that Lightning's checkpoints do not contain, of which no hook learns."""
 _Path = tuple[Any, ...]
+_Classes = dict[str, type]
+"""Classes by their full names."""
 _PATHS = {kind.__name__: kind for kind in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
 _SPACES = {kind.__name__: kind for kind in (argparse.Namespace, types.SimpleNamespace)}
 _T = TypeVar("_T")
+_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
+_BASES: tuple[Any, ...] = (int, float, str, bytes)
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_told: set[tuple[str, str]] = set()
+
+
+def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a checkpoint to data that `torch.load(..., weights_only=True)` accepts.
+
+    Configurations become dicts and lists, paths and enums strings, numpy values Python numbers and tensors. A
+    hyperparameter without a plain form (an object, a function) is replaced by its string form, with a warning.
+    Containers are copied; tensors are shared.
+
+    Raises:
+        ConfigError: a value can't be converted; the message names it.
+    """
+    plain: dict[str, Any] = {}
+    kinds: dict[str, list[Any]] = {}
+    for key, value in checkpoint.items():
+        if key.endswith("hparams_type"):
+            continue  # The class of the hyperparameters' container, which is among their kinds.
+        noted: list[Any] | None = [] if key in _HYPER_PARAMETERS else None
+        plain[key] = _convert(value, (key,), noted)
+        if noted:
+            kinds[key] = noted
+    return {**plain, KINDS: kinds} if kinds else plain
+
+
+def _convert(value: Any, path: _Path, noted: list[Any] | None) -> Any:
+    """Convert a value, and note its kind: `noted` is None outside of hyperparameters, where text is no substitute."""
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if (is_a := described(value)) is not None and (noted is not None or is_a[1] not in ("dataclass", "namespace")):
+        plain = _convert(is_a[0], path, noted)
+        if noted is not None:
+            noted.append([list(path[1:]), *is_a[1:]])
+        return plain
+    if isinstance(value, Mapping):
+        keys = {key: _convert_key(key, path) for key in value}
+        items = {keys[k]: _convert(v, (*path, keys[k]), noted) for k, v in value.items()}
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
+    if isinstance(value, (list, tuple)):
+        children = [_convert(child, (*path, i), noted) for i, child in enumerate(value)]
+        return tuple(children) if isinstance(value, tuple) else children
+    if isinstance(value, set):
+        lost: list[Any] | None = None if noted is None else []  # its elements have no place
+        elements = {_convert(child, (*path, child), lost) for child in value}
+        if noted is not None and lost:
+            noted.append([list(path[1:]), "text", "set"])
+        return elements
+    return _convert_leaf(value, path, noted)
+
+
+def _convert_leaf(value: Any, path: _Path, noted: list[Any] | None) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    for base in _BASES:
+        if isinstance(value, base):
+            return base(value)
+    where = ".".join(map(str, path))
+    if noted is not None:
+        noted.append([list(path[1:]), "text", class_name(type(value))])
+        text = repr(value)
+        if (where, text) not in _told:
+            _told.add((where, text))
+            logger.warning("The hyperparameter %s is stored as a string: %s is not plain data.", where, text)
+        return text
+    raise ConfigError(
+        f"The checkpoint's entry {where} has type {class_name(type(value))}, but "
+        "a checkpoint may contain only tensors, numbers, strings and containers of these, so loading runs no code. "
+        "Return such values from state_dict() and on_save_checkpoint()."
+    )
+
+
+def _convert_key(key: Any, path: _Path) -> Any:
+    if isinstance(key, tuple):
+        return tuple(_convert_key(part, path) for part in key)
+    if isinstance(key, type) and path == ("callbacks",):
+        return class_name(key)  # which `resume_start` knows again
+    if type(key) in _PLAIN:
+        return key
+    is_a = described(key)
+    return _convert_leaf(key if is_a is None else is_a[0], (*path, key), None)
 
 
 def described(value: Any) -> tuple[Any, str, Any] | None:
@@ -89,10 +181,10 @@ def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] 
         found = {tuple(path): (kind, rest) for path, kind, rest in kinds.pop(key, ())}
     found = {path: what for path, what in found.items() if not path or path[0] not in given}
     left = {name: value for name, value in checkpoint.items() if name != KINDS} | ({KINDS: kinds} if kinds else {})
-    return {**left, key: _restore(left[key], (), found, _Classes(owner))} if key in left else left
+    return {**left, key: _restore(left[key], (), found, _classes_of(owner) if found else {})} if key in left else left
 
 
-def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[str, Any]], classes: "_Classes") -> Any:
+def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[str, Any]], classes: _Classes) -> Any:
     if type(value) in (dict, OrderedDict):
         value = type(value)((name, _restore(child, (*path, name), kinds, classes)) for name, child in value.items())
     elif type(value) in (list, tuple):
@@ -102,46 +194,36 @@ def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[str, Any]], cl
     kind, rest = kinds[path]
     try:
         return _RESTORE[kind](value, rest, classes)
-    except Exception as exc:  # noqa: BLE001  # a file may say anything, and a class may have changed
+    except Exception:  # noqa: BLE001  # a file may say anything, and a class may have changed
         what = rest[0] if kind == "enum" and isinstance(rest, list) else rest if isinstance(rest, str) else kind
-        why = f": {exc}" if isinstance(exc, _Unnamed) else ""
         logger.warning(
-            "The hyperparameter %s was a %s; it is loaded as %r%s. Give it to load_from_checkpoint.",
-            ".".join(map(str, path)), what, value, why,
+            "The hyperparameter %s was a %s; it is loaded as %r. Give it to load_from_checkpoint.",
+            ".".join(map(str, path)), what, value,
         )  # fmt: skip
         return value
 
 
-class _Unnamed(LookupError):
-    """A class that the signature does not name."""
-
-
-class _Classes:
+def _classes_of(owner: type) -> _Classes:
     """The enums and dataclasses that the signature of a class names: annotations, what is in them, and defaults."""
-
-    def __init__(self, owner: type) -> None:
-        self._owner = owner
-
-    def find(self, name: str, kind: str) -> Any:
-        """Find a class by its name; one of another module has moved, or was defined in a script."""
-        of_name = [found for known, found in self._found.items() if known.endswith(f".{name.rpartition('.')[2]}")]
-        found = self._found.get(name, of_name[0] if len(of_name) == 1 else None)
-        if found is None or (kind == "enum") != issubclass(found, enum.Enum):
-            raise _Unnamed(f"the signature of {self._owner.__qualname__} names no such class")
-        return found
-
-    @cached_property
-    def _found(self) -> dict[str, type]:
-        found: dict[str, type] = {}
-        inits = [vars(base).get("__init__") for base in self._owner.__mro__]
-        for init in (init for init in inits if isinstance(init, types.FunctionType)):
-            defaults = (type(parameter.default) for parameter in inspect.signature(init).parameters.values())
-            for hint in (*_hints(init), *defaults):
-                _add(hint, found)
-        return found
+    found: _Classes = {}
+    inits = [vars(base).get("__init__") for base in owner.__mro__]
+    for init in (init for init in inits if isinstance(init, types.FunctionType)):
+        defaults = (type(parameter.default) for parameter in inspect.signature(init).parameters.values())
+        for hint in (*_hints(init), *defaults):
+            _add(hint, found)
+    return found
 
 
-def _add(hint: Any, found: dict[str, type]) -> None:
+def _find(classes: _Classes, name: Any, kind: type) -> Any:
+    """Find an enum, or a dataclass (`object`), by its name; one of another module has moved, or was in a script."""
+    of_name = [found for known, found in classes.items() if known.endswith(f".{name.rpartition('.')[2]}")]
+    found = classes.get(name, of_name[0] if len(of_name) == 1 else None)
+    if found is None or issubclass(found, enum.Enum) != (kind is enum.Enum):
+        raise LookupError(name)
+    return found
+
+
+def _add(hint: Any, found: _Classes) -> None:
     for inner in get_args(hint):
         _add(inner, found)
     is_one = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, enum.Enum))
@@ -166,7 +248,8 @@ def _expected(value: Any, kind: type[_T] | tuple[type[_T], ...]) -> _T:
 
 
 def _config(value: Any, rest: Any, classes: _Classes) -> Container:
-    plain = _literal(_expected(value, (dict, list)))
+    # escapes what OmegaConf would take for interpolations
+    plain = _mapped(_expected(value, (dict, list)), lambda text, _: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
     for path, text in rest["texts"]:
         if not _names_keys_only(text):
             raise ValueError
@@ -174,25 +257,22 @@ def _config(value: Any, rest: Any, classes: _Classes) -> Container:
         for step in path[:-1]:
             inner = inner[step]
         inner[path[-1]] = text
-    try:
-        config: Any = OmegaConf.create(plain)
-    except UnsupportedValueType:
-        config = OmegaConf.create(plain, flags={"allow_objects": True})
+    config: Any = OmegaConf.create(plain, flags={"allow_objects": True})
     if rest["type"] is not None:
-        with suppress(_Unnamed):  # a DictConfig for whoever did not name it
-            config = OmegaConf.merge(OmegaConf.structured(classes.find(rest["type"], "dataclass")), config)
+        with suppress(LookupError):  # a DictConfig for whoever did not name it, or has changed it
+            config = OmegaConf.merge(OmegaConf.structured(_find(classes, rest["type"], object)), config)
     OmegaConf.set_struct(config, rest["struct"] or None)
     OmegaConf.set_readonly(config, rest["readonly"] or None)
     return config
 
 
-def _literal(tree: Any) -> Any:
-    """Escape what OmegaConf would take for interpolations."""
+def _mapped(tree: Any, of_text: Callable[[str, list[Any]], Any], path: Sequence[Any] = ()) -> Any:
+    """Replace the texts in nested dicts and lists, each given with its path."""
     if isinstance(tree, dict):
-        return {name: _literal(child) for name, child in tree.items()}
+        return {name: _mapped(child, of_text, (*path, name)) for name, child in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return [_literal(child) for child in tree]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", tree) if isinstance(tree, str) else tree
+        return [_mapped(child, of_text, (*path, i)) for i, child in enumerate(tree)]
+    return of_text(tree, list(path)) if isinstance(tree, str) else tree
 
 
 def _interpolations(config: Container) -> tuple[Any, list[Any]]:
@@ -201,19 +281,13 @@ def _interpolations(config: Container) -> tuple[Any, list[Any]]:
     alone = OmegaConf.create(raw, flags={"allow_objects": True})  # what is outside of it is not kept
     texts: list[Any] = []
 
-    def value(tree: Any, path: list[Any]) -> Any:
-        if isinstance(tree, dict):
-            return {name: value(child, [*path, name]) for name, child in tree.items()}
-        if isinstance(tree, list):
-            return [value(child, [*path, i]) for i, child in enumerate(tree)]
-        if not (isinstance(tree, str) and "${" in tree):
-            return tree
-        found = _resolved(config, path, tree)
-        if _names_keys_only(tree) and _resolved(alone, path, tree) == found:
-            texts.append([path, tree])
+    def value(text: str, path: list[Any]) -> Any:
+        found = _resolved(config, path, text) if "${" in text else text
+        if "${" in text and _names_keys_only(text) and _resolved(alone, path, text) == found:
+            texts.append([path, text])
         return found
 
-    return value(raw, []), texts
+    return _mapped(raw, value), texts
 
 
 def _resolved(config: Any, path: list[Any], text: str) -> Any:
@@ -232,12 +306,12 @@ def _names_keys_only(text: str) -> bool:
 
 
 def _enum(value: Any, rest: Any, classes: _Classes) -> enum.Enum:
-    kind = classes.find(_expected(rest[0], str), "enum")
+    kind = _find(classes, rest[0], enum.Enum)
     return kind(_expected(rest[1], int)) if issubclass(kind, enum.Flag) else kind.__members__[value]
 
 
 def _dataclass(value: Any, rest: Any, classes: _Classes) -> Any:
-    kind = classes.find(_expected(rest, str), "dataclass")
+    kind = _find(classes, rest, object)
     made = object.__new__(kind)
     for each in fields(kind):
         if each.name not in _expected(value, dict) and each.default is MISSING:

@@ -64,10 +64,6 @@ class RunTimer(Timer):
         """Do nothing: the state is the time of earlier runs."""
 
     @override
-    def on_fit_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no time has passed."""
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._rest.start()

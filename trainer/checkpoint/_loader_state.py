@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Generator
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -125,11 +125,11 @@ class Resumable(_Around):
     is_idle = False
     """Whether it is asked for batches that nobody takes; see `ResumingFitLoop.setup_data`."""
     rank = 0
-    _seed = 0
-    _position = 0
+    _seed = _position = 0
     _start: dict[str, Any] | None = None
-    _resumed: dict[str, Any] | None = None
+    """The random states with which the order of this epoch was drawn; None until it is."""
     _pending: dict[str, Any] | None = None
+    """The state with which the next iteration starts."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the current epoch: batches taken, the random state of its order, and its own generators.
@@ -139,7 +139,7 @@ class Resumable(_Around):
         inner: Any = self.loader.loader if isinstance(self.loader, Stream) else None
         seed = inner._seed if isinstance(inner, Resumable) else self._seed
         own = {"position": self._position, "seed": seed, "start": self._start}
-        return {**own, "generators": [generator.get_state() for generator in self._generators()]}
+        return {**own, "generators": self._generator_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -159,28 +159,25 @@ class Resumable(_Around):
     def _generators(self) -> list[Generator]:
         return []
 
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
     def _take_position(self) -> dict[str, Any] | None:
         resumed, self._pending = self._pending, None
         self._position = 0 if resumed is None else resumed["position"]
-        self._start = None if resumed is None else resumed["start"]  # None until the order is drawn
-        self._resumed = None if self._start is None else resumed
+        self._start = None if resumed is None else resumed["start"]
         return resumed
 
     def _begun(
         self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]
     ) -> Iterator[Any]:
         """Begin to read; of an epoch that was begun before what is left, in the same order."""
-        if self._resumed is None:
-            self._start = {
-                "random": rng.capture(),
-                "generators": [generator.get_state() for generator in self._generators()],
-            }
+        if self._start is None:
+            self._start = {"random": rng.capture(), "generators": self._generator_states()}
             return read()
-        start, self._resumed = self._resumed["start"], None
-        self._start = start
         with rng.isolated():
-            rng.restore(start["random"])
-            self.load_generators(start)
+            rng.restore(self._start["random"])
+            self.load_generators(self._start)
             return skip(read())
 
     def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -239,15 +236,10 @@ class ResumableLoader(Resumable):
         batches = self._begun(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
         return self._counted(lambda: batches)
 
-    def begin(self, base: Any) -> Iterator[Any]:
-        """Start the sampler, and skip the batches already taken.
-
-        For workers each of the others comes with the place of its first sample, or of the batch in a stream.
-        """
+    def begin(self, base: Any) -> Iterator[tuple[int, Any]]:
+        """Start the sampler; yield the batches that are left with the places of their first samples, or their own."""
         if isinstance(self.dataset, IterableDataset):
-            return enumerate(base) if self.num_workers else iter(base)
-        is_cut = isinstance(base, RankBatches)
-        ordered = base if is_cut else in_one_order(base, 0, lambda value: value)
+            return enumerate(base)
 
         def skip(units: Iterator[Any]) -> Iterator[Any]:
             # Take one more, so that a sampler which draws its order at the first index has done so.
@@ -255,8 +247,7 @@ class ResumableLoader(Resumable):
             _drop_shares(base, self._position)
             return chain(head, units)
 
-        placed = base.placed if is_cut else partial(_placed, ordered)
-        return self._begun(placed if self.num_workers else partial(iter, ordered), skip)
+        return self._begun(base.placed if isinstance(base, RankBatches) else partial(_placed, base), skip)
 
     def _generators(self) -> list[Generator]:
         units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
@@ -286,13 +277,10 @@ class _Indices(_Around):
 
     def __iter__(self) -> Iterator[Any]:
         owner, is_stream = self._owner, isinstance(self._owner.dataset, IterableDataset)
-        units = owner.begin(self.loader)
-        if not owner.num_workers:
-            yield from units
-            return
-        for place, indices in units:
+        for place, indices in owner.begin(self.loader):
             entropy = (owner._seed, owner.rank, place) if is_stream else (owner._seed, place)
-            yield Seeded(entropy, indices, not is_stream and type(indices) is list)
+            is_batch = not is_stream and type(indices) is list
+            yield Seeded(entropy, indices, is_batch) if owner.num_workers else indices
 
 
 def _drop_shares(source: Any, num: int) -> None:
@@ -305,6 +293,6 @@ def _drop_shares(source: Any, num: int) -> None:
 def _placed(units: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     """Yield the batches of one device as `RankBatches.placed` yields those of a rank."""
     place = 0
-    for unit in units:
+    for unit in in_one_order(units, 0, lambda value: value):
         yield place, unit
         place += num_samples(unit)

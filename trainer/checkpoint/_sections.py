@@ -37,8 +37,7 @@ from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
 from ...strategies.registry import ranks_of
 from ..loggers import journal
-from . import _run_state
-from ._resume_point import state_for
+from . import _position
 
 _T = TypeVar("_T")
 _FEW = 64
@@ -159,7 +158,7 @@ class Sections:
         record = io.BytesIO()
         pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
         pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-        pickler.dump((rng.random_state(), _run_state.capture_own(self._trainer), ends))
+        pickler.dump((rng.random_state(), _position.capture_own(self._trainer), ends))
         return record.getvalue()
 
     def _go_on(self) -> None:
@@ -187,9 +186,9 @@ class Sections:
         left = [pickle.loads(one) for one in new.records]
         states: list[Any] = [{**own, "gradients": None, "random": rng.capture(state=random)} for random, own, _ in left]
         same = len(states) == num  # each has its own, and a new one that of the rank whose place it has
-        state = states[new.rank] if same else state_for(states, new.rank, num, trainer.lightning_module)
+        state = states[new.rank] if same else _position.state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
-        _run_state.restore(trainer, state, begins_epoch=False)
+        _position.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero:
             journal.go_on(trainer.loggers, left[0][2])
             for take_over in () if self._is_first else self._take_over():
@@ -232,7 +231,7 @@ class Sections:
             if self._survivor.is_new and getattr(loader, "_iterator", None) is not None:
                 loader._iterator = None  # its workers are the other process's
         if not self.reads:
-            _run_state.restore_generators(combined, states)
+            _position.restore_generators(combined, states)
             return
         before = [one for one in combined._iterator.iterators if hasattr(one, "close")]
         stateful = [loader for loader in combined.flattened if hasattr(loader, "state_dict")]
@@ -248,16 +247,10 @@ class Sections:
 def _reduced(one: Tensor) -> Any:
     """As torch, in a hundredth of the time, where numpy has such tensors."""
     try:
-        if not one.dim():
-            return _scalar, (one.item(), one.dtype)
         values = one.detach().numpy()
         return _tensor, (values.tobytes(), values.dtype.str, values.shape)
     except (RuntimeError, TypeError):
         return one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype)
 
 
 def _tensor(values: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -39,7 +39,6 @@ PREFIX = "shards-"
 _MARK = struct.Struct("<I8s")
 _WRITTEN, _FAILED = b"written.", b"failed.."
 _POLL_S = 0.02
-_BLOCK = 1 << 20
 
 
 def new_name() -> str:
@@ -119,27 +118,26 @@ def _write_rows(file: Any, start: int, part: Tensor, checksum: int) -> int:
     return checksum
 
 
-def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] | None = ()) -> dict[str, Any]:
-    """Replace the places of tensors by copies; those of `mapped` entries (None: all) stay in the file until used."""
+def with_tensors(
+    checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] | None, reader: int, num_readers: int
+) -> dict[str, Any]:
+    """Replace the places of tensors by copies, once this reader has verified its share of the ranks' rows.
+
+    Those of `mapped` entries (None: all) stay in the file until they are used.
+
+    Raises:
+        FileNotFoundError: the file of tensors is not there.
+        EOFError: it is too short.
+        ValueError: a checksum does not match, or a tensor begins within an element.
+    """
     if FILE not in checkpoint:
         return checkpoint
-    file = tensor_file(checkpoint, directory)
-    memory = torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
-
-    def read(place: Any, stays: bool) -> Tensor:
-        start, name, shape, stride = place
-        dtype = vars(torch).get(name)  # no attribute that imports a module
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} is not a dtype")
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        if not 0 <= start <= end <= len(memory):
-            raise EOFError("a tensor ends beyond the file")
-        if start % dtype.itemsize:
-            raise ValueError("a tensor begins within an element")
-        part = memory[start:end] if stays else memory[start:end].clone()  # as bytes: not every type can be copied
-        flat = part.view(dtype)
-        return flat.as_strided(list(shape), list(stride), flat.storage_offset())
-
+    path = directory / Path(checkpoint[FILE]).name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name}, which must lie beside it, is missing")
+    memory = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    if SHARDS in checkpoint and not _is_intact(memory, checkpoint[SHARDS], reader, num_readers):
+        raise ValueError(f"the checksum of {path} does not match")
     found: dict[tuple[bool, int], Tensor] = {}
 
     def fill(tree: Any, stays: bool) -> Any:
@@ -148,57 +146,46 @@ def with_tensors(checkpoint: dict[str, Any], directory: Path, mapped: Collection
                 return type(tree)((key, fill(value, stays)) for key, value in tree.items())
             key = stays, tree[PLACE][0]
             if key not in found:
-                found[key] = read(tree[PLACE], stays)
+                found[key] = _tensor(memory, tree[PLACE], stays)
             return found[key]
         return type(tree)(fill(value, stays) for value in tree) if type(tree) in (list, tuple) else tree
 
-    entries = ((key, value) for key, value in checkpoint.items() if key != FILE)
+    entries = ((key, value) for key, value in checkpoint.items() if key not in (FILE, SHARDS))
     return {key: fill(value, mapped is None or key in mapped) for key, value in entries}
 
 
-def tensor_file(checkpoint: dict[str, Any], directory: Path) -> Path:
-    """The file of a checkpoint's tensors.
+def _tensor(memory: Tensor, place: Any, stays: bool) -> Tensor:
+    start, name, shape, stride = place
+    dtype = vars(torch).get(name)  # no attribute that imports a module
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    if start % dtype.itemsize:
+        raise ValueError("a tensor begins within an element")
+    rows = _stretch(memory, start, torch.Size(shape).numel() * dtype.itemsize)
+    flat = (rows if stays else rows.clone()).view(dtype)  # copied as bytes: not every type can be
+    return flat.as_strided(list(shape), list(stride), flat.storage_offset())
 
-    Raises:
-        FileNotFoundError: it is not there.
-    """
-    path = directory / Path(checkpoint[FILE]).name
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.name}, which must lie beside it, is missing")
-    return path
 
-
-def verify_rows(checkpoint: dict[str, Any], directory: Path, reader: int = 0, num_readers: int = 1) -> None:
-    """Compare the file of a checkpoint's tensors with its checksums; each of several readers verifies some.
-
-    Raises:
-        EOFError: the file is too short.
-        ValueError: a checksum does not match.
-    """
-    layout, path = checkpoint[SHARDS], tensor_file(checkpoint, directory)
-    if path.stat().st_size < layout["num_bytes"]:
-        raise EOFError(f"{path} is too short")
+def _is_intact(memory: Tensor, layout: Any, reader: int, num_readers: int) -> bool:
+    """Compare rows with the checksums of the ranks that wrote them; each of several readers takes some ranks."""
     entries = [Entry(*entry) for entry in layout["entries"]]
-    with open(path, "rb") as file:
-        for writer in range(reader, len(layout["digests"]), num_readers):
-            of_writer = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
-            found = (block for start, size in of_writer for block in _blocks(file, start, size))
-            if not _matches(found, layout["digests"][writer]):
-                raise ValueError(f"the checksum of {path} does not match")
+    for writer in range(reader, len(layout["digests"]), num_readers):
+        parts = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
+        rows: list[Any] = [_stretch(memory, *part).numpy() for part in parts]
+        expected = layout["digests"][writer]
+        if isinstance(expected, int):
+            checksum: Any = reduce(lambda crc, each: zlib.crc32(each, crc), rows, 0)
+        else:  # of an earlier version
+            whole = hashlib.sha256()
+            for each in rows:
+                whole.update(each)
+            checksum = whole.digest()
+        if checksum != expected:
+            return False
+    return True
 
 
-def _matches(found: Iterable[bytes], expected: bytes | int) -> bool:
-    if isinstance(expected, int):
-        return expected == reduce(lambda crc, block: zlib.crc32(block, crc), found, 0)
-    digest = hashlib.sha256()
-    for block in found:
-        digest.update(block)
-    return expected == digest.digest()
-
-
-def _blocks(file: Any, start: int, left: int) -> Iterator[bytes]:
-    """Read a stretch of a file, given its first byte and its length, in pieces."""
-    file.seek(start)
-    while left and (block := file.read(min(_BLOCK, left))):
-        left -= len(block)
-        yield block
+def _stretch(memory: Tensor, start: int, size: int) -> Tensor:
+    if not 0 <= start <= start + size <= len(memory):
+        raise EOFError("a tensor ends beyond the file")
+    return memory[start : start + size]

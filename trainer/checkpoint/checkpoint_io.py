@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ...strategies.sharding.placed import Placed, ShardIO, Writers
 from ._host_memory import HostMemory
-from ._plain_data import to_plain
+from ._hparams import to_plain
 from ._tensor_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
 from .file_io import CheckpointError, link, read, releasing, write
 

@@ -7,7 +7,6 @@ its hooks, and a resumed run simply takes the next batch.
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -29,13 +28,13 @@ from ...strategies.core.patching import replaced
 from ...strategies.distributed.objects import gather_objects
 from ...strategies.registry import ranks_of
 from ..loggers import journal
-from . import _run_state
+from . import _position
 from ._callback import Checkpoint
 from ._host_memory import HostMemory
 from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
 from ._loader_state import Resumable, make_resumable, verify_states
-from ._resume_point import Place, ResumePoint, counts_global_batches
+from ._position import Place, Position, counts_global_batches
 from ._sections import Sections
 from .file_io import CheckpointError
 
@@ -81,7 +80,7 @@ class ExactCheckpoints(_CheckpointConnector):
             if isinstance(key, type) and class_name(key) in states:
                 states[key] = states.pop(class_name(key))
         saved = self._loaded_checkpoint.pop(EXACT, {})
-        fit_loop.resumed = ResumePoint.read(saved if self.trainer.state.fn == TrainerFn.FITTING else {})
+        fit_loop.resumed = Position.read(saved if self.trainer.state.fn == TrainerFn.FITTING else {})
 
 
 class ResumingFitLoop(_FitLoop):
@@ -89,7 +88,7 @@ class ResumingFitLoop(_FitLoop):
 
     _point: Place | None = None
     """The clean point of the checkpoint being written."""
-    resumed = ResumePoint()
+    resumed = Position()
     """The point at which this run goes on, until it has."""
     end: dict[str, Any] | None = None
     """Entries of all checkpoints that are saved once training has ended, in the place of their own."""
@@ -114,13 +113,13 @@ class ResumingFitLoop(_FitLoop):
 
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
-        for saver in self._savers:
-            within = not self.epoch_loop.batch_progress.is_last_batch
-            if saver.due and within:
-                self._save(saver, "between_batches")
-            elif saver.snapshots is not None and saver.snapshots.due and within:
-                with self._at("between_batches"):
-                    self.in_section(partial(saver.take_snapshot, self.trainer))
+        if self.epoch_loop.batch_progress.is_last_batch:
+            return
+        self._save_due("between_batches")
+        for snapshots in (saver.snapshots for saver in self._savers):
+            if snapshots is not None and snapshots.due:
+                with replaced(self, "_point", "between_batches"):
+                    self.in_section(partial(snapshots.take, self.trainer))
 
     def stop_at(self, point: Place) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
@@ -138,7 +137,7 @@ class ResumingFitLoop(_FitLoop):
         if self.begins_epoch and (restarting or self.is_resuming):  # where Lightning takes the setup's iterator
             iter(data_fetcher)  # with the random state restored
         self.begins_epoch = False
-        resumed, self.resumed = self.resumed, ResumePoint()
+        resumed, self.resumed = self.resumed, Position()
         return resumed.point
 
     @override
@@ -156,9 +155,7 @@ class ResumingFitLoop(_FitLoop):
         except SIGTERMException:
             self._save_and_stop("after_epoch")
         self.in_section(partial(self.agree_to_end, at_once=True))
-        for saver in self._savers:
-            if saver.due:
-                self._save(saver, "after_epoch")
+        self._save_due("after_epoch")
         self.stop_at("after_epoch")
 
     def _stops(self) -> bool:
@@ -190,7 +187,7 @@ class ResumingFitLoop(_FitLoop):
         reset, and the next epoch is counted. A run that goes on with more steps must not see that.
         """
         trainer = self.trainer
-        with self._at(point):
+        with replaced(self, "_point", point):
             end = {EXACT: self.resume_state()}
         if point != "after_epoch":
             loops = trainer._checkpoint_connector._get_loops_state_dict()
@@ -201,9 +198,7 @@ class ResumingFitLoop(_FitLoop):
 
     def _save_and_stop(self, point: Place) -> None:
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
-        for saver in self._savers:
-            if saver.due or saver.lacks(self.trainer):
-                self._save(saver, point)
+        self._save_due(point, or_lacking=True)
         saved = [saver.last_model_path for saver in self._savers if saver.last_model_path]
         rank_zero_info(
             f"Interrupted at step {self.trainer.global_step}; "
@@ -215,21 +210,18 @@ class ResumingFitLoop(_FitLoop):
         )
         raise SIGTERMException
 
-    def _save(self, saver: Checkpoint, point: Place) -> None:
-        with self._at(point):
-            self.in_section(partial(saver.save, self.trainer))
-
-    def _at(self, point: Place) -> AbstractContextManager[None]:
-        return replaced(self, "_point", point)
+    def _save_due(self, point: Place, or_lacking: bool = False) -> None:
+        for saver in self._savers:
+            if saver.due or (or_lacking and saver.lacks(self.trainer)):
+                with replaced(self, "_point", point):
+                    self.in_section(partial(saver.save, self.trainer))
 
     @override
     def on_run_end(self) -> None:
         self.takes_steps = False
         if self.end is None:
             self.end = self._end_at("after_epoch")
-        for saver in self._savers:
-            if saver.lacks(self.trainer):
-                self._save(saver, "after_epoch")
+        self._save_due("after_epoch", or_lacking=True)
         self.in_section(super().on_run_end)
         if self.sections is not None:
             self.sections.end()
@@ -238,8 +230,8 @@ class ResumingFitLoop(_FitLoop):
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
         accumulating = self._point != "after_epoch" and self.epoch_loop._should_accumulate()
-        own = _run_state.capture(self.trainer, accumulating)
-        point = ResumePoint(
+        own = _position.capture(self.trainer, accumulating)
+        point = Position(
             self._point,
             self.trainer.should_stop and not is_time_over(self.trainer),
             journal.ends(self.trainer),
@@ -327,7 +319,7 @@ class ResumingFitLoop(_FitLoop):
         own = self.resumed.own
         self._has_metrics = own is not None
         if own is not None:
-            _run_state.restore(self.trainer, own, self.begins_epoch)
+            _position.restore(self.trainer, own, self.begins_epoch)
         if self._has_metrics and self.resumed_on_epoch_end:  # a hook has saved there: these step after it
             self.epoch_progress.current.completed -= 1
             self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
@@ -343,8 +335,8 @@ class ResumingFitLoop(_FitLoop):
             self._resuming_from_checkpoint = False
         begins_epoch = self.begins_epoch or self.resumed.point == "after_epoch"
         if begins_epoch and own is not None and self._combined_loader is not None:
-            _run_state.restore_generators(self._combined_loader, own["loaders"])
-        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else ResumePoint()
+            _position.restore_generators(self._combined_loader, own["loaders"])
+        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else Position()
         self.takes_steps = True
         self.agree_to_end(at_once=True)
         self.sections = Sections.of(self.trainer)

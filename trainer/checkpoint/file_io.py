@@ -26,7 +26,7 @@ from pytorch_lightning.core import saving
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
 from ...strategies.sharding.whole import map_tensors
-from ._tensor_files import FILE, PREFIX, SHARDS, verify_rows, with_tensors
+from ._tensor_files import FILE, PREFIX, SHARDS, with_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -125,14 +125,11 @@ def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_re
 
 def _read(path: Path, mapped: Collection[str] | None, reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
     verify(path)
-    checkpoint = _load(path, mmap=mapped is None)
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
     with _damage_named(path):
-        if SHARDS in checkpoint:
-            verify_rows(checkpoint, path.parent, reader, num_readers)
-            del checkpoint[SHARDS]
-        return with_tensors(checkpoint, path.parent, mapped)
+        checkpoint = _load(path, mmap=mapped is None)
+        if not isinstance(checkpoint, dict):
+            raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
+        return with_tensors(checkpoint, path.parent, mapped, reader, num_readers)
 
 
 @contextmanager
@@ -140,15 +137,23 @@ def _damage_named(path: Path) -> Generator[None]:
     """Refuse a file by its name, whatever comes of reading what it says: it may say anything."""
     try:
         yield
+    except CheckpointError:
+        raise
     except (FileNotFoundError, EOFError) as exc:
         raise CheckpointError(f"The checkpoint {path} is incomplete: {exc}. Use another one.") from exc
     except OSError as exc:
-        raise CheckpointError(f"The checkpoint {path} can't be read: {exc}.") from exc
-    except MemoryError:
-        raise
+        raise CheckpointError(f"The checkpoint {path} is incomplete or can't be read: {exc}.") from exc
+    except (ValueError, zipfile.BadZipFile) as exc:
+        raise CheckpointError(f"The checkpoint {path} is corrupted: {exc}. Use another one.") from exc
     except Exception as exc:
-        why = exc if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "its tensors are not what it says of them"
-        raise CheckpointError(f"The checkpoint {path} is corrupted: {why}. Use another one.") from exc
+        if isinstance(exc, MemoryError) and zipfile.is_zipfile(path):  # an archive is whole before it is read
+            raise
+        if found := re.search(r"GLOBAL ([\w.]+)", str(exc)) if isinstance(exc, pickle.UnpicklingError) else None:
+            raise CheckpointError(
+                f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
+                "arbitrary code. Save only tensors, numbers, strings and containers of these."
+            ) from None
+        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint. Use another one.") from exc
 
 
 def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,10 +161,9 @@ def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(own)
     def load(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = own(path, map_location, *args, **kwargs)
-        if isinstance(checkpoint, dict):
-            checkpoint.pop(_MARK, None)
-        if not (isinstance(path, (str, Path)) and isinstance(checkpoint, dict) and SHARDS in checkpoint):
+        checkpoint: dict[str, Any] = own(path, map_location, *args, **kwargs)
+        checkpoint.pop(_MARK, None)
+        if SHARDS not in checkpoint:
             return checkpoint
         moves = isinstance(map_location, (str, torch.device))
         return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
@@ -172,7 +176,7 @@ saving.pl_load = _load_whole(saving.pl_load)
 
 def shard_file(path: Path) -> Path | None:
     """The file of shards that belongs to a checkpoint; None if it has none, or there is no such checkpoint."""
-    with suppress(OSError, CheckpointError, KeyError, TypeError):
+    with suppress(Exception):
         if any(path.parent.glob(f"{PREFIX}*")):
             name = Path(_load(path, mmap=True)[FILE]).name
             return path.with_name(name) if name.startswith(PREFIX) else None
@@ -193,22 +197,12 @@ def releasing(path: Path) -> Generator[None]:
         tensors.unlink(missing_ok=True)
 
 
-def _load(path: str | Path, mmap: bool = False) -> Any:
-    try:
-        # torch maps no file of another kind, nor one whose name is no Unicode
-        mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path) and zipfile.is_zipfile(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused below
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as exc:
-        if found := re.search(r"GLOBAL ([\w.]+)", str(exc)):
-            raise CheckpointError(
-                f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
-                "arbitrary code. Save only tensors, numbers, strings and containers of these."
-            ) from None
-        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
-    except Exception as exc:  # given garbage, the unpickler raises almost anything
-        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint.") from exc
+def _load(path: Path, mmap: bool = False) -> Any:
+    # torch maps no file of another kind, nor one whose name is no Unicode
+    mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path) and zipfile.is_zipfile(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def is_good(path: str | Path) -> bool:

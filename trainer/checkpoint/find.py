@@ -1,7 +1,7 @@
 """Find the newest or the best valid checkpoint."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
@@ -10,11 +10,9 @@ from .file_io import SUFFIX, CheckpointError, is_good, read
 logger = logging.getLogger(__name__)
 
 
-def newest_first(directory: str | Path, within: str = "**/") -> Iterator[Path]:
-    """All checkpoints under a directory, newest first; `within=""` excludes subdirectories."""
-    files = Path(directory).glob(f"{within}*{SUFFIX}")
-    found = [(path.stat().st_mtime_ns, path) for path in files if path.is_file()]
-    return (path for _, path in sorted(found, reverse=True))
+def _newest_first(files: Iterable[Path]) -> list[Path]:
+    """Sort files by their times, and names of one file so that `last.ckpt` comes before that of a step."""
+    return sorted(filter(Path.is_file, files), key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
 
 
 def find_newest(directory: str | Path, beside: Path | None = None) -> Path | None:
@@ -22,10 +20,8 @@ def find_newest(directory: str | Path, beside: Path | None = None) -> Path | Non
 
     One that is `beside` them is taken if it is newer. An incomplete or corrupted file is skipped with a warning.
     """
-    found = next((path for path in newest_first(directory) if is_good(path)), None)
-    if beside is None or not is_good(beside):
-        return found
-    return beside if found is None or beside.stat().st_mtime_ns > found.stat().st_mtime_ns else found
+    files = chain(Path(directory).rglob(f"*{SUFFIX}"), () if beside is None else (beside,))
+    return next(filter(is_good, _newest_first(files)), None)
 
 
 def find_best(directory: str | Path) -> Path | None:
@@ -34,7 +30,7 @@ def find_best(directory: str | Path) -> Path | None:
     It is the one that the newest checkpoint below the directory names, if that can be loaded; that of an older one if
     not; or None if none names any.
     """
-    found = (_best_named_in(path) for path in newest_first(directory) if is_good(path))
+    found = map(_best_named_in, filter(is_good, _newest_first(Path(directory).rglob(f"*{SUFFIX}"))))
     return next((path for path in found if path is not None), None)
 
 
@@ -53,8 +49,8 @@ def good_or_newest(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    beside = newest_first(Path(path).parent, within="")  # subdirectories belong to other runs
-    newest = next((file for file in chain([Path(path)], beside) if is_good(file)), None)
+    beside = _newest_first(Path(path).parent.glob(f"*{SUFFIX}"))  # subdirectories belong to other runs
+    newest = next(filter(is_good, [Path(path), *beside]), None)
     if newest is None:
         raise CheckpointError(f"The checkpoint {path} can't be used, and its directory has no other valid checkpoint.")
     if newest != Path(path):

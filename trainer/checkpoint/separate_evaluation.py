@@ -18,7 +18,7 @@ from ...strategies.core.internals import callbacks_of
 from ...strategies.core.module_checks import is_users
 from ...strategies.core.patching import replaced
 from ...strategies.registry import ranks_of
-from . import _run_state
+from . import _position
 from ._loader_state import Resumable, make_resumable
 
 _STARTS = ("on_validation_start", "on_validation_epoch_start")
@@ -73,20 +73,20 @@ class SeparateEvaluation(_EvaluationLoop):
 
     def _run_isolated(self) -> Any:
         trainer = self.trainer
-        devices = _run_state.devices_in_use(trainer)
+        devices = _position.devices_in_use(trainer)
         with rng.isolated(devices) as before, replaced(self, "random_of_training", before):
             rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
             return super().run() if trainer.sanity_checking else self._run_within_fit()
 
     @override
     def increment_progress_to_evaluation_end(self) -> None:
-        with rng.isolated(_run_state.devices_in_use(self.trainer)):  # it makes iterators, which draw seeds
+        with rng.isolated(_position.devices_in_use(self.trainer)):  # it makes iterators, which draw seeds
             super().increment_progress_to_evaluation_end()
 
     def _run_within_fit(self) -> Any:
         self._num_batches, self._has_ended, self._may_stop = 0, False, not stands_in(self.trainer)
         progress = copy.deepcopy(self.batch_progress.state_dict())
-        metrics = _run_state.metric_states(self.trainer.lightning_module)
+        metrics = _position.metric_states(self.trainer.lightning_module)
         self.is_within_fit = True
         try:
             results = super().run()
@@ -97,7 +97,7 @@ class SeparateEvaluation(_EvaluationLoop):
             return results
         except ValidationStopped:
             self.batch_progress.load_state_dict(progress)
-            _run_state.restore_metrics(self.trainer.lightning_module, metrics)
+            _position.restore_metrics(self.trainer.lightning_module, metrics)
             raise
         finally:
             self.is_within_fit = False

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
@@ -115,7 +114,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
         self.dirpath = dirpath
         self.due = False
         self._last_step = -1
-        directory = directory_in_memory(dirpath)
+        directory = self._directory = directory_in_memory(dirpath)
         # memory that is there already; not that of an earlier process, which may be the snapshot by another name
         self._spares = [directory / f"spare-{time.time_ns()}-{i}" for i in range(2)]
         if not MEMORY.is_dir():
@@ -141,7 +140,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
         """Copy the state of the run to memory. Every rank must call it."""
         self.due, self._last_step = False, trainer.global_step
         with self.saving(trainer):
-            trainer.save_checkpoint(directory_in_memory(self.dirpath) / NAME)
+            trainer.save_checkpoint(self._directory / NAME)
 
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""
@@ -158,21 +157,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
                 os.link(path, next_spare)
             spare.replace(path)
             self._spares.reverse()
-            for other in spare.parent.glob("*-*"):
-                if other not in self._spares:
-                    other.unlink()
+            for other in set(self._directory.glob("*-*")).difference(self._spares):
+                other.unlink()
 
         self._attempt(path, work)
-
-
-def snapshots_of(trainer: pl.Trainer, every_n_steps: int | None, dirpath: str | Path | None) -> MemorySnapshots | None:
-    """Make what takes the snapshots of a run; None if none are to be taken."""
-    if every_n_steps is None or dirpath is None:
-        return None
-    if trainer.num_nodes > 1:
-        rank_zero_warn(
-            f"checkpoint: snapshot_every_n_steps={every_n_steps} has no effect on {trainer.num_nodes} machines: a "
-            "machine that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
-        )
-        return None
-    return MemorySnapshots(every_n_steps, dirpath)

@@ -26,7 +26,7 @@ from evener.strategies.distributed.store import RankError
 from evener.strategies.sharding.placed import Writers, place_shards
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import file_io
-from evener.trainer.checkpoint._plain_data import to_plain
+from evener.trainer.checkpoint._hparams import to_plain
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.checkpoint.file_io import (
     CheckpointError,

@@ -16,7 +16,7 @@ from tiny import quiet
 from torch import nn
 
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint._plain_data import to_plain
+from evener.trainer.checkpoint._hparams import to_plain
 from evener.trainer.checkpoint.file_io import read, write
 
 

@@ -18,7 +18,7 @@ from torchmetrics import SumMetric
 from torchmetrics.wrappers import Running
 
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint._run_state import metric_states, restore_metrics
+from evener.trainer.checkpoint._position import metric_states, restore_metrics
 
 
 def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> None:
