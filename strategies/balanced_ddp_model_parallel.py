@@ -1,5 +1,6 @@
 """DDP for blocks of devices of unequal speed: divides every global batch among the blocks by their shares."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 from .balance.controller import Hysteresis
@@ -19,7 +20,7 @@ class BalancedDDPModelParallelStrategy(DDPStrategy):
 
     strategy_name = "balanced_ddp_model_parallel"
     size_option: ClassVar[tuple[str, int]] = ("model_parallel_size", 2)
-    further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
+    further_options = staticmethod(partial(hints_of, StageOptions))
 
     @checked
     def __init__(

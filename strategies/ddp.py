@@ -1,7 +1,6 @@
 """Train with one process per device, averaging gradients by torch's DistributedDataParallel, weighted by samples."""
 
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from .batch.batch_dims import BatchDims
 from .batch.whole.whole_steps import GlobalView
@@ -10,7 +9,6 @@ from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
-from .ranks.global_view.view import WholeBatch
 from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 
@@ -49,7 +47,7 @@ class DDPStrategy(RankStrategy):
 
     strategy_name = "ddp"
 
-    further_options: ClassVar[dict[str, Any]] = reducer_options()
+    further_options = staticmethod(reducer_options)
     """The options that `**options` of the constructor may hold beside `RankStrategy`'s, with their annotations."""
 
     @checked
@@ -83,4 +81,9 @@ class DDPStrategy(RankStrategy):
         }
         if global_view is True and self.strategy_name != "ddp":
             others = {"global_view": True}
-        self._allow_view(global_view, partial(WholeBatch, self), others)
+        self._allow_view(global_view, self._whole_batches, others)
+
+    def _whole_batches(self, by_rows: bool) -> GradientSync:
+        from .ranks.global_view.view import WholeBatch  # most runs need none
+
+        return WholeBatch(self, by_rows)

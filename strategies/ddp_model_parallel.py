@@ -1,5 +1,6 @@
 """DDP with several devices per process, each process cutting its copy of the module across them."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 from .core.options import Count, checked, hints_of
@@ -23,7 +24,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     strategy_name = "ddp_model_parallel"
     size_option: ClassVar[tuple[str, int]] = ("model_parallel_size", 2)
-    further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
+    further_options = staticmethod(partial(hints_of, StageOptions))
 
     @checked
     def __init__(self, model_parallel_size: Count = 2, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -16,7 +17,7 @@ from .core.options import Advice, Count, Positive, checked
 from .data.loaders import BatchSizeIs
 from .distributed.scripts.launcher import StartMethod
 from .pipeline.recompute import RecomputeOption
-from .ranks.global_view.view import WholeBatchOfShards
+from .ranks.gradient_sync import GradientSync
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
@@ -98,9 +99,13 @@ class FSDPStrategy(RankStrategy):
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
         others = {"recompute": recompute != "never", "sync_batchnorm": sync_batchnorm, "weights": weights is not None}
-        shards = self.shards, find_unused_parameters
-        self._allow_view(global_view, lambda by_rows: WholeBatchOfShards(self, by_rows, *shards), others)
+        self._allow_view(global_view, partial(self._whole_batches, find_unused_parameters), others)
         self.balance = RankBalance(self.strategy_name, weights)
+
+    def _whole_batches(self, find_unused_parameters: bool, by_rows: bool) -> GradientSync:
+        from .ranks.global_view.view import WholeBatchOfShards  # most runs need none
+
+        return WholeBatchOfShards(self, by_rows, self.shards, find_unused_parameters)
 
     @override
     @contextmanager

@@ -1,7 +1,8 @@
 """Train one copy of a module, cut across the devices of one process."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import pytorch_lightning as pl
 from typing_extensions import override
@@ -36,7 +37,7 @@ class ModelParallelStrategy(OneProcessStrategy):
     strategy_name = "model_parallel"
     computes_whole = "without micro-batches"
 
-    further_options: ClassVar[dict[str, Any]] = hints_of(StageOptions)
+    further_options = staticmethod(partial(hints_of, StageOptions))
 
     @checked
     def __init__(

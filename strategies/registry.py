@@ -95,11 +95,7 @@ def node_devices(strategy: Strategy) -> list[torch.device]:
 
 
 def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str, Any]) -> int | None:
-    """Count the processes of a machine that a strategy starts for its devices, by its options; None for one process.
-
-    Raises:
-        ConfigError: the devices don't divide into processes.
-    """
+    """Count the processes of a machine that a strategy starts for its devices, by its options; None for one process."""
     if issubclass(strategy, RankStrategy):
         return strategy.count_processes(num_devices, **options)
     return num_devices if issubclass(strategy, ParallelStrategy) else None

@@ -28,7 +28,6 @@ from typing_extensions import TypedDict, Unpack, override
 from ..strategies import STRATEGIES
 from ..strategies.core.device_names import are_names, for_lightning, give_devices, listed
 from ..strategies.core.errors import ConfigError
-from ..strategies.core.internals import callbacks_of
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered
@@ -203,7 +202,7 @@ class Trainer(pl.Trainer):
             super().__init__(strategy=strategy, **given)
         if strategy == "auto":
             self._choose_own_strategy()
-        callbacks: list[Any] = callbacks_of(self)
+        callbacks: list[Any] = self.callbacks  # pyright: ignore[reportAttributeAccessIssue]  # not declared
         own = {id(callback) for callback in own_callbacks}  # Lightning's bar, and its timer of `max_time`, are replaced
         callbacks[:] = [RunTimer(cb) if isinstance(cb, Timer) and id(cb) not in own else cb for cb in callbacks]
         bar = self.progress_bar_callback

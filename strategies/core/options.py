@@ -48,7 +48,7 @@ _ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 _RENAMED = {"verify_loss": "verify"}
 """Options of earlier versions by their present names."""
 
-_GONE = {
+GONE = {
     "copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
     "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
     "shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
@@ -80,10 +80,10 @@ def checked(init: Init) -> Init:
     def checked_init(self: Any, *args: Any, **options: Any) -> None:
         options = {_RENAMED.get(name, name): value for name, value in options.items()}
         hints, before = hints_of(init), getattr(self, "strategy_name", type(self).__name__)
-        for name in _GONE.keys() & options.keys():
+        for name in GONE.keys() & options.keys():
             if any(name in inspect.signature(kind.__init__).parameters for kind in type(self).__mro__):
                 continue
-            raise ConfigError(f"{before}: {name} is no longer there. {_GONE[name]}")
+            raise ConfigError(f"{before}: {name} is no longer there. {GONE[name]}")
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")
         init(self, *args, **options)

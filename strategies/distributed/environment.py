@@ -25,11 +25,7 @@ def kubeflow() -> ClusterEnvironment | None:
 
 
 def num_processes(num_devices: int, devices_per_process: int) -> int:
-    """Count the processes of one node: its devices, in order, are divided into blocks of equal size.
-
-    Raises:
-        ConfigError: the devices don't divide into whole processes.
-    """
+    """Count the processes of one node: its devices, in order, must divide into blocks of equal size."""
     if num_devices < 1 or num_devices % devices_per_process:
         raise ConfigError(
             f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "

@@ -34,11 +34,7 @@ def reducer_options() -> dict[str, Any]:
 
 
 def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Verify the names and values of options, and return them without those that are None.
-
-    Raises:
-        ConfigError: an option is unknown to torch, its value is invalid, or two options exclude each other.
-    """
+    """Refuse unknown options, invalid values and options that exclude each other; return the others that are set."""
     allowed = reducer_options()
     unknown = [name for name in options if name not in allowed]
     if unknown:

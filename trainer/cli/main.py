@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core import utils as hydra_utils
@@ -30,12 +30,9 @@ from ...strategies.core.errors import ConfigError
 from ..config.group_files import Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
-from ..launch.environment import LOCK_FILE, environment, locked
+from ..launch.environment import LOCK_FILE, detect_launcher, environment, locked
 from ..study.sweep import show_unfinished
 from ._help import composition_sentence, show_help
-
-if TYPE_CHECKING:
-    from pytorch_lightning.plugins.environments import ClusterEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +41,6 @@ only_check = False
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
-
-LAUNCHER_VARIABLES = (
-    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI",
-)  # fmt: skip
-"""How the names of environment variables begin that launchers set; Kubernetes sets its own in every pod."""
 
 
 def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
@@ -163,7 +155,7 @@ def run(source: Source, config_name: str) -> None:
             hydra.main(version_base="1.3", config_path=path, config_name=config_name)(job)()
 
     sys.argv += source.named(overrides())[len(overrides()) :]
-    if (started_by := launcher()) is None:
+    if (started_by := detect_launcher()) is None:
         run_hydra()
     else:
         from .train import run_under
@@ -227,15 +219,6 @@ def discard_empty(run_dir: Path, log_dir: Path) -> None:
 def in_sweep() -> bool:
     """Whether this is a job of a multirun."""
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
-
-
-def launcher() -> "ClusterEnvironment | None":
-    """Detect the launcher that started this process as one of several; None if there is none."""
-    if not any(name.startswith(LAUNCHER_VARIABLES) for name in os.environ):
-        return None
-    from ..launch import cluster
-
-    return cluster.detect()
 
 
 def overrides() -> list[str]:

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from ..config.group_files import PACKAGE, first_sentence
 from ..job import summary
+from ..launch.environment import LAUNCHER_VARIABLES
 from . import main as command
 from ._help import entry
 
 PACKAGES = ("evener", "torch", "pytorch-lightning", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy")
 
-VARIABLES = (*command.LAUNCHER_VARIABLES, "CUDA_", "NCCL_", "GLOO_", "OMP_", "TORCH_", "EVENER_", "HYDRA_")
+VARIABLES = (*LAUNCHER_VARIABLES, "CUDA_", "NCCL_", "GLOO_", "OMP_", "TORCH_", "EVENER_", "HYDRA_")
 """How the names of environment variables begin that `evener env` shows."""
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)

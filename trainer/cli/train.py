@@ -24,6 +24,7 @@ from ..job.result import DIVERGED, Result
 from ..job.run import Run
 from ..job.summary import show_summary
 from ..launch import cluster
+from ..launch.environment import detect_launcher
 from ..launch.launcher import launch
 from ._help import composition_sentence, incomplete
 
@@ -66,7 +67,7 @@ def run_job(cfg: DictConfig, only_check: bool = False, in_sweep: bool = False) -
         sys.stdout.write(f"The configuration is valid: {', '.join(named)}, devices={cfg.devices}.\n")
         return None
     alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
-    if alone and cluster.detect() is not None:
+    if alone and detect_launcher() is not None:
         raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")
     if cfg.mode in ADVISORY_MODES:
         return advise(prepare(cfg))
@@ -131,14 +132,7 @@ def train(cfg: DictConfig) -> Result:
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
-    """Check a configuration, resolve its interpolations, and create the run directory.
-
-    Returns:
-        A resolved copy.
-
-    Raises:
-        ConfigError: the first mistake found, or a run directory that can't be written.
-    """
+    """Return a checked and resolved copy of a configuration (`check`), and create its run directory."""
     cfg = check(cfg)
     folder = Path(cfg.run_dir).absolute()
     cfg.run_dir = str(folder)
@@ -159,14 +153,7 @@ def prepare(cfg: DictConfig) -> DictConfig:
 
 
 def check(cfg: DictConfig) -> DictConfig:
-    """Check a configuration and resolve its interpolations.
-
-    Returns:
-        A resolved copy.
-
-    Raises:
-        ConfigError: the first mistake found.
-    """
+    """Return a copy of a configuration with its interpolations resolved, or refuse the first mistake in it."""
     cfg = with_run_dir(cfg)
     for key in ("name", "log_dir"):
         if type(cfg[key]) is int:  # name=7

@@ -1,20 +1,23 @@
-"""Check a configuration before training; each error says what was given, what is allowed and what to do."""
+"""Check what a configuration names, and build it; errors say what was given, what is allowed and what to do."""
 
 import importlib.util
 import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra.utils
 import pytorch_lightning as pl
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import TypeIs
 
 from ...strategies import ConfigError
@@ -96,8 +99,8 @@ def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
                 hint = hints.get(name, parameter.annotation)
                 if hint is not parameter.empty and not isinstance(hint, str):
                     found.setdefault(name, (hint, parameter.default))
-            further: dict[str, Any] = vars(owner).get("further_options", {})  # of its `**options`
-            found |= {name: (hint, ...) for name, hint in further.items() if name not in found}
+            further: Callable[[], dict[str, Any]] = vars(owner).get("further_options", dict)  # of its `**options`
+            found |= {name: (hint, ...) for name, hint in further().items() if name not in found}
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return found
@@ -109,21 +112,25 @@ KINDS: dict[str, type] = {
     "module": pl.LightningModule,
     "data": pl.LightningDataModule,
     "checkpoint": pl.Callback,
+    "callbacks": pl.Callback,
+    "logger": Logger,
 }
-"""Base class of each group's target."""
+"""Base class of each group's targets; the last two groups hold any number of objects."""
 
 NEEDED = ("strategy", "trainer", "module")
+
+QUIET: dict[str, Any] = {
+    "max_time": None, "limit_val_batches": 0, "num_sanity_val_steps": 0, "profiler": None,
+    "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+"""The trainer's options for steps that are not the run's own."""
 
 AUTO = "auto"
 """The value of `resume` for a run that goes on in its own directory."""
 
 
 def verify_config(cfg: DictConfig) -> None:
-    """Check everything of a composed configuration that can be checked without instantiating objects.
-
-    Raises:
-        ConfigError: the first mistake found.
-    """
+    """Refuse the first mistake in a composed configuration that can be found without instantiating objects."""
     verify_plain(cfg)
     options = plain(cfg)
     if cfg.resume not in (None, "last", "best", AUTO) and not Path(cfg.resume).is_file():
@@ -132,11 +139,9 @@ def verify_config(cfg: DictConfig) -> None:
         raise ConfigError(f"{folder if Path(cfg.resume).is_dir() else missing}, or resume=last.")
     if cfg.mode != "plan":  # mode=plan does not need the devices to exist
         resolve_devices(plain(cfg.devices), cfg.accelerator)
-    for key, kind in KINDS.items():
-        if options.get(key) or key in NEEDED:
-            verify_options(key, options[key], verify_target(key, options[key], kind))
-    for group, kind in (("callbacks", pl.Callback), ("logger", Logger)):
-        for key, entry in entries(group, options.get(group)):
+    for group, kind in KINDS.items():
+        given = options.get(group)
+        for key, entry in [(group, given)] if group in NEEDED else entries(group, given):
             verify_options(key, entry, verify_target(key, entry, kind))
     verify_nested("", options)
 
@@ -155,11 +160,7 @@ class LaunchPlan:
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "LaunchPlan":
-        """Read the plan from a configuration.
-
-        Raises:
-            ConfigError: the devices do not exist here, or don't divide into processes.
-        """
+        """Read the plan from a configuration, or refuse devices that don't exist or don't divide into processes."""
         strategy = verify_target("strategy", cfg.strategy, Strategy)
         devices = resolve_devices(plain(cfg.devices), cfg.accelerator)
         options = {key: value for key, value in plain(cfg.strategy).items() if key != "_target_"}
@@ -190,20 +191,16 @@ def leave_out_defaults(cfg: DictConfig) -> None:
 
 
 def entries(group: str, options: Any) -> list[tuple[str, Any]]:
-    """List the objects of `callbacks` or `logger` as (key, options): by name, or the one that a `_target_` makes."""
+    """List a group's objects as (key, options): the one that a `_target_` makes, or those of `callbacks` by name."""
     if not options:
         return []
-    if "_target_" in options:
+    if "_target_" in options or group not in ("callbacks", "logger"):
         return [(group, options)]
     return [(f"{group}.{name}", entry) for name, entry in options.items() if entry is not None]
 
 
 def verify_target(key: str, options: Any, kind: type) -> type:
-    """Import the class that a config's `_target_` names, and check its base class.
-
-    Raises:
-        ConfigError: `_target_` is missing, can't be imported, or is not a subclass of `kind`.
-    """
+    """Import the class that a config's `_target_` names, and refuse one that is not a subclass of `kind`."""
     target = options.get("_target_") if isinstance(options, (dict, DictConfig)) else None
     expected = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__module__.split('.')[0]} {kind.__name__}"
     if not isinstance(target, str):
@@ -226,11 +223,7 @@ def is_class(value: object) -> TypeIs[type[Any]]:
 
 
 def imported(key: str, target: str, kind: type = object, expected: str = "a class") -> Any:
-    """Import what a dotted path names.
-
-    Raises:
-        ConfigError: it can't be imported; of a module that has no such name, the subclasses of `kind` are listed.
-    """
+    """Import what a dotted path names, or refuse it; of a module without it, the subclasses of `kind` are listed."""
     name, _, rest = target.partition(".")
     try:
         found: Any = importlib.import_module(name)
@@ -266,12 +259,9 @@ def imported(key: str, target: str, kind: type = object, expected: str = "a clas
 
 
 def verify_nested(key: str, options: Any) -> None:
-    """Check that every `_target_` within a group's options is a class of an installed package or the user's project.
+    """Refuse every `_target_` within a group's options that is no class of an installed package or the user's project.
 
     A configuration from an untrusted source can't call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
-
-    Raises:
-        ConfigError: a target can't be imported, is a function, or belongs to Python's standard library.
     """
     children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
     for name, child in children:
@@ -289,3 +279,38 @@ def verify_nested(key: str, options: Any) -> None:
 def plain(value: Any) -> Any:
     """Convert an OmegaConf container to plain lists and dicts."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def instantiate(key: str, options: Any, **more: Any) -> Any:
+    """Instantiate the object of one config group from `_target_` and its arguments.
+
+    Args:
+        **more: further arguments, which replace those of the same name.
+
+    Raises:
+        ConfigError: a constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
+    """
+    try:
+        return hydra.utils.instantiate(options, _convert_="all", _partial_=True)(**more)
+    except (InstantiationException, TypeError, ValueError, MisconfigurationException) as exc:
+        cause = exc.__cause__ or exc if isinstance(exc, InstantiationException) else exc
+        if isinstance(cause, (TypeError, ValueError, MisconfigurationException)) and not isinstance(cause, ConfigError):
+            raise ConfigError(f"{key}: {options.get('_target_')} refused its options: {cause}") from exc
+        raise cause from None
+
+
+def module_and_data(cfg: DictConfig) -> tuple[pl.LightningModule, pl.LightningDataModule | None]:
+    """Instantiate the module and the data; None if the module has its own."""
+    return instantiate("module", cfg.module), instantiate("data", cfg.data) if cfg.get("data") else None
+
+
+def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: Any) -> pl.Trainer:
+    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved.
+
+    Args:
+        strategy: None for the configured one.
+        **options: replace the configured ones.
+    """
+    strategy = strategy or instantiate("strategy", cfg.strategy)
+    fixed = {**QUIET, "logger": False, "enable_checkpointing": False, "strategy": strategy}
+    return instantiate("trainer", cfg.trainer, **{**fixed, **options})

@@ -4,16 +4,14 @@ import difflib
 from collections.abc import Iterable
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.options import GONE as GONE_OPTIONS
 
 GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
-    "strategy.copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
-    "strategy.loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
-    "strategy.shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
     "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
     "evener.trainer.callbacks.ModuleSummary": "Give pytorch_lightning.callbacks.ModelSummary.",
-}
+} | {f"strategy.{name}": advice for name, advice in GONE_OPTIONS.items()}
 """Options and classes of earlier versions, and what to do without them."""
 
 
@@ -24,11 +22,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def verify_not_gone(name: str) -> None:
-    """Refuse an option or a class of an earlier version by what took its place.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Refuse an option or a class of an earlier version by what took its place."""
     if name in GONE:
         raise ConfigError(f"{name} is no longer there. {GONE[name]}")
 

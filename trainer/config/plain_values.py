@@ -17,7 +17,6 @@ MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
 _FromMinusOne: TypeAlias = Annotated[int, Limit(">=", -1)]
 
-
 PRECISIONS: TypeAlias = Literal[
     "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true",
     "64-true", "64", "32", "16", "bf16",
@@ -94,13 +93,9 @@ OTHER_PRECISIONS = {
 
 
 def verify_plain(cfg: DictConfig) -> None:
-    """Check the root options and the trainer's numbers.
+    """Refuse the first mistake in the root options and the trainer's numbers.
 
-    Args:
-        cfg: the composed configuration; values that do not resolve are left to those who need them.
-
-    Raises:
-        ConfigError: the first mistake found.
+    Values that do not resolve are left to those who need them.
     """
     if (mode := str(cfg.mode)) not in MODES:
         suggestion = did_you_mean(mode, MODES, "mode=")
@@ -139,14 +134,11 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
 
 
 def verify_all_read(cfg: DictConfig, others: str) -> None:
-    """Refuse root keys that nothing reads.
+    """Refuse root keys that are neither in `conf/train.yaml`, nor groups, nor referred to by another value.
 
     Args:
         cfg: the composed configuration, unresolved.
         others: what else may refer to its keys, as YAML.
-
-    Raises:
-        ConfigError: a key is neither one of `conf/train.yaml`, nor a group, nor does another value refer to it.
     """
     known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
     text = OmegaConf.to_yaml(cfg) + others
@@ -165,9 +157,6 @@ def verify_own_data(choices: Mapping[Any, Any], words: Iterable[str]) -> None:
     Args:
         choices: the file that is chosen of each group.
         words: the overrides.
-
-    Raises:
-        ConfigError: such data would be trained on.
     """
     module, data = choices.get("module"), choices.get("data")
     own = module == "custom" or module not in PACKAGE.files("module")

@@ -24,11 +24,7 @@ OF_NAME = {"last": find_newest, "best": find_best}
 
 
 def checkpoint_of_name(cfg: DictConfig) -> Path:
-    """Find the checkpoint that `resume=last` or `resume=best` means: one of the runs of this name.
-
-    Raises:
-        ConfigError: there is none, or the newest is of a run that diverged.
-    """
+    """Find the checkpoint of the runs of this name that `resume=last` or `best` means, or refuse a diverged run's."""
     home = Path(cfg.log_dir) / cfg.name
     found = OF_NAME[cfg.resume](home)
     if found is not None:
@@ -55,12 +51,7 @@ def _nonfinite(checkpoint: Path) -> str | None:
 
 
 def module_of_run(cfg: DictConfig) -> DictConfig:
-    """Read the module's configuration of the run that `resume` names; for `config=run`.
-
-    Raises:
-        ConfigError: no checkpoint is named, its run directory has no configuration, or another value of one of the
-            module's options was given.
-    """
+    """Read the module's configuration of the run that `resume` names, or refuse another value of one of its options."""
     if cfg.resume is None:
         raise ConfigError("config=run takes the module's configuration from an earlier run. Name it with resume=last.")
     checkpoint = checkpoint_of_name(cfg) if cfg.resume in OF_NAME else Path(cfg.resume)
@@ -81,11 +72,7 @@ def module_of_run(cfg: DictConfig) -> DictConfig:
 
 
 def _module_of(checkpoint: Path) -> DictConfig | None:
-    """The resolved configuration of the module that a checkpoint was written from; None if it is not known.
-
-    Raises:
-        ConfigError: the file that should have it is damaged.
-    """
+    """The resolved configuration of the module that a checkpoint was written from; None if it is not known."""
     found = (folder / ".hydra" / "config.yaml" for folder in checkpoint.absolute().parents[:3])
     file = next((path for path in found if path.is_file()), None)
     if file is None:
@@ -105,11 +92,7 @@ def _module_of(checkpoint: Path) -> DictConfig | None:
 
 @contextmanager
 def weights_that_fit(cfg: DictConfig, checkpoint: str) -> Generator[None]:
-    """Explain, inside the block, that a checkpoint has other weights than the module.
-
-    Raises:
-        ConfigError: it has.
-    """
+    """Explain, inside the block, that a checkpoint has other weights than the module."""
     try:
         yield
     except RuntimeError as exc:

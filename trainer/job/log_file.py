@@ -59,37 +59,19 @@ class ConsoleHandler(_StreamHandler):
 
 @contextmanager
 def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
-    """Send the log of this process to `train.log` and the console.
+    """Send the log of this process to `train.log` and the console, in place of Hydra's and Lightning's handlers.
 
     Args:
         rank: this process's rank; ranks above 0 report errors only, on the console.
-
-    Lightning's loggers, which have their own handlers, are redirected the same way.
     """
     # `LogEveryEpoch` shortens the interval right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
-    # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
-    own_rank = replaced(rank_zero_only, "rank", rank)
-    needed = filtered(LIGHTNING_TELLS, lambda record: not any(text in record.getMessage() for text in REDUNDANT))
-    with own_rank, _root_handlers(run_dir, rank), needed:
-        for name in LIGHTNING_LOGGERS:
-            logger = logging.getLogger(name)
-            logger.handlers.clear()
-            logger.propagate = True
-        yield
-
-
-@contextmanager
-def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
-    """Replace Hydra's handlers of the root logger by the run's."""
     root = logging.getLogger()
-    level, root.level = root.level, logging.INFO
-    added: list[logging.Handler] = []
     hydras = [handler for handler in root.handlers if getattr(handler, "stream", None) is sys.stdout]
-    for handler in hydras:
-        root.removeHandler(handler)
+    root.handlers[:] = [handler for handler in root.handlers if handler not in hydras]
+    added: list[logging.Handler] = []
 
     def add(handler: logging.Handler, form: str) -> None:
         handler.setFormatter(logging.Formatter(form))
@@ -109,24 +91,25 @@ def _root_handlers(run_dir: str | Path, rank: int) -> Generator[None]:
         logging.disable(logging.WARNING)
     if survivors.own is not None:
         survivors.own.when_first.append(add_file)
+    for logger in map(logging.getLogger, LIGHTNING_LOGGERS):
+        logger.handlers.clear()
+        logger.propagate = True
+    # Lightning's own rank, which it has not declared; set before loggers are made: a forked worker has the parent's
+    own_rank = replaced(rank_zero_only, "rank", rank)
+    needed = filtered(LIGHTNING_TELLS, lambda record: not any(text in record.getMessage() for text in REDUNDANT))
     try:
-        yield
+        with own_rank, needed, replaced(root, "level", logging.INFO):
+            yield
     finally:
-        root.level = level
         logging.disable(logging.NOTSET)
         for handler in added:
             root.removeHandler(handler)
             handler.close()
-        for handler in hydras:
-            root.addHandler(handler)
+        root.handlers += hydras
 
 
 def failure(cfg: DictConfig, rank: int, num_processes: int = 1, **told: Any) -> Result:
-    """The result of a run that has failed.
-
-    Args:
-        **told: `reason` and other fields.
-    """
+    """The result of a run that has failed; `told` has the `reason` and other fields."""
     told.setdefault("num_restarts", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     return Result(
         cfg.mode, strategy_name(cfg), [], num_processes, cfg.run_dir, monitor=cfg.monitor, status=FAILED,
@@ -179,11 +162,7 @@ def error_sentence(exc: Exception) -> str:
 
 
 def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them") -> str:
-    """Format a traceback without the frames of libraries, but for the innermost if there is no other.
-
-    Args:
-        rest: where those frames are.
-    """
+    """Format a traceback without the frames of libraries, which `rest` tells, but for the innermost if it is alone."""
     told = traceback.TracebackException.from_exception(exc, compact=True)
     parts = [told]
     for part in parts:  # which grows

@@ -24,12 +24,11 @@ from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
 from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
-from ..callbacks import EpochLines, LogEveryEpoch, RunSummary, SlowRank, StartUp
+from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, SlowRank, StartUp
 from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
-from ..config.checks import AUTO, entries
-from ..config.instantiate import instantiate, module_and_data
+from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
 from ..loggers.hparams import hyperparameters, in_order, overridden
 from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
@@ -108,7 +107,10 @@ def run(cfg: DictConfig) -> Result:
         with replaced(traceback, "format_stack", list):
             pl.seed_everything(cfg.seed, workers=True)
     checkpoint = starting_checkpoint(cfg)
-    cfg = with_learning_rate(cfg, checkpoint)
+    named = entries("callbacks", cfg.get("callbacks"))
+    finders = [key for key, own in named if issubclass(verify_target(key, own, pl.Callback), LearningRateFinder)]
+    if finders and finders != ["callbacks"]:
+        cfg = with_learning_rate(cfg, [key.removeprefix("callbacks.") for key in finders], checkpoint)
     parts = build(cfg)
     started_in = environment(node_devices(parts.trainer.strategy)) if parts.trainer.is_global_zero else {}
     log_config(parts.trainer, cfg)
@@ -126,14 +128,11 @@ def run(cfg: DictConfig) -> Result:
 
 
 def starting_checkpoint(cfg: DictConfig) -> str | None:
-    """Find the checkpoint to start from: the run's own newest after a restart, otherwise the one that `resume` gives.
-
-    Raises:
-        ConfigError: `resume=last` or `best`, but no such checkpoint of this name exists.
-    """
+    """Find the checkpoint to start from: after a restart the run's own newest, otherwise the one of `resume`."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if restarted or cfg.resume == AUTO:
-        newest = find_newest(cfg.run_dir, in_memory(cfg))
+        # a run on one machine may have its snapshot in memory
+        newest = find_newest(cfg.run_dir, saved_in_memory(checkpoint_folder(cfg)) if cfg.num_nodes == 1 else None)
         if newest is not None:
             rank_zero_info(f"Restarted: continuing from {newest}")
             return str(newest)
@@ -144,15 +143,14 @@ def starting_checkpoint(cfg: DictConfig) -> str | None:
     return str(good_or_newest(cfg.resume)) if cfg.mode == "fit" else cfg.resume
 
 
-def in_memory(cfg: DictConfig) -> Path | None:
-    """The snapshot of a run on one machine, if it has one."""
-    dirpath = (cfg.get("checkpoint") or {}).get("dirpath")
-    return saved_in_memory(dirpath) if cfg.num_nodes == 1 else None
+def checkpoint_folder(cfg: DictConfig) -> str | None:
+    """The directory of the run's checkpoints, if it writes any."""
+    return (cfg.get("checkpoint") or {}).get("dirpath")
 
 
 def keep_snapshot(cfg: DictConfig) -> None:
     """Move what a run that has failed has left in memory to the disk."""
-    move_to_disk((cfg.get("checkpoint") or {}).get("dirpath"))
+    move_to_disk(checkpoint_folder(cfg))
 
 
 def build(cfg: DictConfig) -> Parts:
@@ -168,7 +166,7 @@ def build(cfg: DictConfig) -> Parts:
         summary,  # first, since others read its clock
         *(instantiate(key, own) for key, own in entries("callbacks", cfg.get("callbacks"))),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
-        LogEveryEpoch(), SlowRank(), StartUp(cfg.run_dir),
+        LogEveryEpoch(), StartUp(cfg.run_dir), *([SlowRank()] if name_of(strategy) == "ddp" else []),
         *([EpochLines()] if options.get("enable_progress_bar", True) else []),
     ]  # fmt: skip
     if options.get("enable_model_summary", True) and not any(isinstance(one, ModelSummary) for one in callbacks):

@@ -4,8 +4,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.data import sized_len
@@ -16,8 +16,7 @@ from ...strategies.core import rng
 from ...strategies.core.devices import is_out_of_memory, release_cached_memory
 from ...strategies.core.errors import ConfigError
 from ..callbacks import LearningRateFinder
-from ..config.checks import entries, verify_target
-from ..config.instantiate import instantiate, module_and_data, quiet_trainer
+from ..config.checks import instantiate, module_and_data, quiet_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +28,6 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
     """Replace `data.batch_size=auto` with the largest batch size for which training steps fit into memory.
 
     Every attempt has a module, data and trainer of its own, which writes nothing.
-
-    Raises:
-        ConfigError: there are several processes, a batch of one sample does not fit, or the number of samples is
-            unknown.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -66,7 +61,9 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
             )
         size = largest(fits, num)
     rank_zero_info(f"batch_size=auto: data.batch_size={size}")
-    return cast("DictConfig", OmegaConf.merge(cfg, {"data": {"batch_size": size}}))
+    found = cfg.copy()
+    found.data.batch_size = size
+    return found
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -74,9 +71,6 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
     Doubles until a size does not fit, then bisects, and confirms the result by a second attempt; if that fails
     because memory is fragmented, a smaller size is tried.
-
-    Raises:
-        ConfigError: a batch of one sample does not fit.
     """
     good, bad = 0, limit + 1
     while good + 1 < bad:
@@ -91,24 +85,17 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return good
 
 
-def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
-    """Search for the learning rate if the callbacks include a finder, and take it out of the run's own callbacks.
+def with_learning_rate(cfg: DictConfig, finders: Iterable[str], checkpoint: str | None) -> DictConfig:
+    """Search for the learning rate by the named callbacks, which are taken out of the run's own.
 
     A run that goes on from a checkpoint keeps the rate of its optimizer.
     """
-    finders = {
-        key.removeprefix("callbacks."): options
-        for key, options in entries("callbacks", cfg.get("callbacks"))
-        if key != "callbacks" and issubclass(verify_target(key, options, pl.Callback), LearningRateFinder)
-    }
-    if not finders:
-        return cfg
-    own = OmegaConf.create({key: options for key, options in cfg.callbacks.items() if key not in finders})
-    plain = cast("DictConfig", OmegaConf.merge({**cfg, "callbacks": None}, {"callbacks": own}))
-    if cfg.mode != "fit" or checkpoint is not None or cfg.trainer.get("fast_dev_run"):
-        rank_zero_info("lr_finder is skipped: the run does not begin a training of its own.")
-        return plain
-    for name, options in finders.items():
+    found = cfg.copy()
+    for name in finders:
+        options = found.callbacks.pop(name)
+        if cfg.mode != "fit" or checkpoint is not None or cfg.trainer.get("fast_dev_run"):
+            rank_zero_info("lr_finder is skipped: the run does not begin a training of its own.")
+            continue
         finder: LearningRateFinder = instantiate(f"callbacks.{name}", {**options, "update": False})
         if options.get("update") and finder.key not in cfg.module:
             raise ConfigError(
@@ -123,5 +110,5 @@ def with_learning_rate(cfg: DictConfig, checkpoint: str | None) -> DictConfig:
         rate = None if finder.optimal_lr is None else finder.optimal_lr.suggestion()
         if options.get("update") and rate is not None:
             rank_zero_info(f"lr_finder: module.{finder.key}={rate:.3g}")
-            plain = cast("DictConfig", OmegaConf.merge(plain, {"module": {finder.key: rate}}))
-    return plain
+            found.module[finder.key] = rate
+    return found

@@ -56,20 +56,6 @@ def detect() -> ClusterEnvironment | None:
     return kubeflow()
 
 
-def verify_size(cluster: ClusterEnvironment, num_processes: int | None, num_nodes: int) -> None:
-    """Check that the launcher started as many processes as the strategy needs, per node; None for one of one process.
-
-    Raises:
-        ConfigError: it started another number.
-    """
-    started, needed = cluster.world_size(), (num_processes or 1) * (num_nodes if num_processes else 1)
-    if started != needed:
-        raise ConfigError(
-            f"The launcher started {started} processes, but the strategy needs {needed} ({num_processes or 1} on each "
-            f"of {num_nodes} nodes). Change devices and num_nodes, or the number of processes."
-        )
-
-
 def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
     """Send a job's resolved configuration to the other ranks."""
     global _num_jobs
@@ -80,12 +66,7 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
 
 
 def receive(cluster: ClusterEnvironment) -> DictConfig | None:
-    """Wait for the next job's configuration; None if there are no more jobs.
-
-    Raises:
-        ConfigError: this rank has another secret than rank 0.
-        RankError: rank 0 has exited.
-    """
+    """Wait for the next job's configuration; None if there are no more jobs, a RankError if rank 0 has exited."""
     global _num_jobs
     store = _jobs(cluster)
     verify_secret = secret_check(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
@@ -136,13 +117,10 @@ _DIRECTORY = "${log_dir}/${name}/${hydra:runtime.choices.strategy}"
 
 
 def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[str]:
-    """Replace a range of machines on the command line by their present number.
+    """Replace a range of machines on the command line by their present number, the run's directory and `resume=auto`.
 
     Returns:
-        The words, with the directory of the run and `resume=auto`; the same words if there is no range.
-
-    Raises:
-        ConfigError: the range can't be honoured.
+        The words; the same ones if there is no range.
     """
     found = next((match for match in map(_RANGE.fullmatch, words) if match), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Set environment variables of worker processes, and lock the run directory."""
+"""Find out who started this process, set environment variables of workers, and lock the run directory."""
 
 import errno
 import fcntl
@@ -8,8 +8,26 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...strategies.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pytorch_lightning.plugins.environments import ClusterEnvironment
+
+LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI",
+)  # fmt: skip
+"""How the names of environment variables begin that launchers set; Kubernetes sets its own in every pod."""
+
+
+def detect_launcher() -> "ClusterEnvironment | None":
+    """Detect the launcher that started this process as one of several; None if there is none."""
+    if not any(name.startswith(LAUNCHER_VARIABLES) for name in os.environ):
+        return None
+    from .cluster import detect  # needs Lightning
+
+    return detect()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from typing_extensions import override
 
 from ...strategies import ConfigError
@@ -29,7 +29,7 @@ from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
 from ..job.signals import Interrupted, loss, tell_stop
 from . import cluster, worker
-from .environment import environment, locked
+from .environment import detect_launcher, environment, locked
 from .worker import ENDED_FILE, starting
 
 
@@ -37,21 +37,25 @@ def launch(cfg: DictConfig) -> Result:
     """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote.
 
     Raises:
-        ConfigError: an option can't be honoured.
         WorkerError: a worker failed, with its rank and traceback.
     """
-    started_by = cluster.detect()
+    started_by = detect_launcher()
     rank = started_by.global_rank() if started_by else 0
     with nullcontext() if rank else locked(Path(cfg.run_dir)):
         plan = LaunchPlan.of(cfg)
-        if started_by:
-            cluster.verify_size(started_by, plan.num_processes, cfg.num_nodes)
-        elif plan.num_processes is None and cfg.num_nodes > 1:
+        needed = plan.num_processes * cfg.num_nodes if plan.num_processes else 1
+        if started_by and started_by.world_size() != needed:
+            raise ConfigError(
+                f"The launcher started {started_by.world_size()} processes, but the strategy needs {needed} "
+                f"({plan.num_processes or 1} on each of {cfg.num_nodes} nodes). Change devices and num_nodes, or the "
+                "number of processes."
+            )
+        if not started_by and plan.num_processes is None and cfg.num_nodes > 1:
             raise ConfigError(
                 f"num_nodes must be 1 for a strategy of one process; got num_nodes={cfg.num_nodes}. Set num_nodes=1, "
                 "or choose a strategy of several processes, such as strategy=ddp."
             )
-        elif cfg.num_nodes > 1:
+        if not started_by and cfg.num_nodes > 1:
             raise ConfigError(
                 f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. Run on "
                 f"each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={plan.num_processes} train.py ..."
@@ -134,11 +138,12 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
 def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], each: int) -> DictConfig:
     """Return the configuration with which the other ranks, of `each` devices, go on from the newest checkpoint."""
     left = [*devices[: rank * each], *devices[(rank + 1) * each :]]
-    given = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
-    changes = OmegaConf.create({"devices": given, "resume": AUTO})
-    merged = OmegaConf.merge(cfg, changes, {"trainer": {"devices": given}} if "devices" in cfg.trainer else {})
-    assert isinstance(merged, DictConfig)
-    return merged
+    cfg = cfg.copy()
+    cfg.devices = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
+    cfg.resume = AUTO
+    if "devices" in cfg.trainer:
+        cfg.trainer.devices = cfg.devices
+    return cfg
 
 
 def can_fork(plan: LaunchPlan) -> bool:
@@ -171,16 +176,12 @@ class Workers(RankProcesses):
     """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
 
     Args:
-        cfg: the resolved configuration.
         scratch: a directory for what they leave, by attempt.
         forks: whether they are forked from this process.
 
     Attributes:
         attempt: the number of the last start of all, from 0.
         folder: what those of the last attempt leave.
-        processes: its processes, one per rank.
-        requests: what signals have asked for.
-        ended_at_once: whether the workers were ended at once.
     """
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
@@ -248,14 +249,11 @@ class Workers(RankProcesses):
 
     @override
     def _failed(self) -> int | None:
-        statuses = [status_of(process) for process in self.processes]
-        failed = [rank for rank, status in enumerate(statuses) if status and not self._is_survived(rank, statuses)]
+        statuses, agent = [status_of(process) for process in self.processes], self._agent
+        failed = [rank for rank, status in enumerate(statuses) if status]
+        if agent is not None:  # the others may go on without one that was killed
+            failed = [rank for rank in failed if (statuses[rank] or 0) > 0 or not agent.lose(rank, statuses)]
         return min(failed, key=self.has_ended, default=None)
-
-    def _is_survived(self, rank: int, statuses: Sequence[int | None]) -> bool:
-        """Whether a rank was killed, and the others go on without it."""
-        status = statuses[rank]
-        return self._agent is not None and status is not None and status < 0 and self._agent.lose(rank, statuses)
 
     @override
     def _can_lose(self, rank: int) -> bool:

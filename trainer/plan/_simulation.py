@@ -6,7 +6,7 @@ Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -27,12 +27,9 @@ from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
 from ._memory_tracker import MemoryTracker
-from ._topology import Shards, StageMemory, sharded
+from ._topology import Shards, StageMemory, Topology, sharded
 
-Answer = TypeVar("Answer")
-
-
-Questions = Generator[int, list[StageMemory], Answer]
+Questions: TypeAlias = Generator[int, list[StageMemory], Any]
 """A generator that yields numbers of samples, is sent the memory of such a step per stage, and returns its result."""
 
 
@@ -72,11 +69,10 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     Args:
         ask: creates the questions from the number of samples of the loader's batch.
-        num_stages: devices that the module is cut across.
-        options: how it is cut; no effect with one stage.
+        topology: how the strategy spreads the module.
+        options: how the module is cut; no effect with one stage.
         recompute: parts whose activations are recomputed.
         shards_of: how ranks share the parameters of the module; None if each holds them all.
-        num_owners: number of ranks that share the optimizer's state.
         on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
@@ -84,27 +80,26 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        ask: Callable[[int], Questions[Any]],
-        num_stages: int = 1,
-        options: StageOptions | None = None,
-        on_accelerator: bool = False,
-        recompute: RecomputeOption = "never",
-        shards_of: Callable[[nn.Module], Shards] | None = None,
-        num_owners: int = 1,
+        ask: Callable[[int], Questions],
+        topology: Topology,
+        options: StageOptions | None,
+        recompute: RecomputeOption,
+        shards_of: Callable[[nn.Module], Shards] | None,
+        on_accelerator: bool,
     ) -> None:
         super().__init__(recompute=recompute)
-        self._shards_of, self._num_owners = shards_of, num_owners
+        self._shards_of, self._num_owners = shards_of, topology.num_owners
         self._shards: Shards | None = None
         self._ask, self._samples = ask, 0
-        self._questions: Questions[Any] | None = None
+        self._questions: Questions | None = None
         self._num_batches = 0
-        self.tracker = MemoryTracker(num_stages, block_bytes=512 if on_accelerator else 1)
+        self.tracker = MemoryTracker(topology.num_stages, block_bytes=512 if on_accelerator else 1)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._stages = SimulatedStages(self.tracker, options or StageOptions())
         self._foreach = on_accelerator
         self._active = False
         self._first: Batch | None = None
-        self._memory = [StageMemory() for _ in range(num_stages)]
+        self._memory = [StageMemory() for _ in range(topology.num_stages)]
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

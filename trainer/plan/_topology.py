@@ -185,6 +185,18 @@ class StageMemory:
         """Temporaries of the optimizer's update."""
         return max(0, self.update_peak - self.static - self.batch)
 
+    def without_samples(self) -> "StageMemory":
+        """The memory of a device without samples, which only holds the module and its optimizer."""
+        peaks = dict.fromkeys(("forward_peak", "backward_peak"), self.static)
+        return replace(self, batch=0, activations=0, update_peak=self.static + self.update_extra, **peaks)
+
+    def of_replica(self) -> "StageMemory":
+        """The memory of a replica beside the root: no optimizer, and its gradients are freed after each backward."""
+        forward = self.forward_peak - self.optimizer - self.gradients
+        return replace(
+            self, optimizer=0, forward_peak=forward, backward_peak=self.backward_peak - self.optimizer, update_peak=0
+        )
+
 
 @dataclass(frozen=True)
 class Shards:

@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,86 @@ from ...strategies import ConfigError
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
+from ...strategies.pipeline.schedule import most_in_flight
 from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
-from ..config.instantiate import instantiate, module_and_data, quiet_trainer
+from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import write_json
 from ..job.summary import new_table, show
-from ._search import MemoryPlan, questions
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import Shards, Topology, count_devices, is_for_accelerator, topology_of, workspace_bytes
+from ._topology import (
+    Shards,
+    StageMemory,
+    Topology,
+    count_devices,
+    in_flight,
+    is_for_accelerator,
+    topology_of,
+    with_owner,
+    workspace_bytes,
+)
 
 GB = 10**9
 UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
 
+MAX_SAMPLES = 2**24
+"""Upper limit of the search, in samples."""
+
+MANY_GUESSES = 12
+"""Number of linear guesses before bisection takes over, since memory is not linear then."""
+
 UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
-Ask = Callable[[int], Questions[MemoryPlan]]
-"""Creates the questions from the number of samples of the loader's batch."""
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Bytes that one device needs.
+
+    Args:
+        samples: samples of its chunk.
+        activations: tensors that forward saves for backward.
+        communication: buffers for gradients sent between devices.
+        peak: largest number of bytes at one time. Not all of the above need exist at that time, and temporaries add
+            to it.
+    """
+
+    device: int
+    samples: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    activations: int = 0
+    communication: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The outcome of `mode=plan`.
+
+    Args:
+        loader_batch: samples of a batch of the loader.
+        global_batch: samples of an optimizer step's forward over all processes.
+        devices: one plan per device of a node.
+        device_bytes: memory of a device; None if it was not given.
+        largest_batch: samples of the largest batch of the loader that fits: 0 if a single sample does not fit; None if
+            no memory size was given or any batch fits.
+    """
+
+    strategy: str
+    loader_batch: int
+    global_batch: int
+    devices: list[DevicePlan]
+    device_bytes: float | None = None
+    largest_batch: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """Largest peak of all devices, in bytes."""
+        return max(device.peak for device in self.devices)
 
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
@@ -56,20 +119,17 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
         strategy: Strategy = instantiate("strategy", cfg.strategy)
         topology = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
         topology = replace(topology, workspace=workspace_bytes(cfg))
-        most = limit and limit * GB
-        found = interview(cfg, strategy, topology, lambda batch: questions(topology, batch, most))
+        found = interview(cfg, strategy, topology, partial(Planner(topology).plan, device_bytes=limit and limit * GB))
     write_json(found, Path(cfg.run_dir) / "plan.json")
     return found
 
 
-def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Ask) -> MemoryPlan:
+def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Callable[[int], Questions]) -> MemoryPlan:
     """Run a simulated training that answers questions, which depend on the samples of the loader's batch."""
     options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
-    simulated = SimulatedStrategy(
-        ask, topology.num_stages, options, is_for_accelerator(cfg), recompute_of(strategy),
-        shards_of(strategy, topology, cfg), topology.num_owners,
-    )  # fmt: skip
+    shards = shards_of(strategy, topology, cfg)
+    simulated = SimulatedStrategy(ask, topology, options, recompute_of(strategy), shards, is_for_accelerator(cfg))
     module, data = module_and_data(cfg)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
@@ -98,20 +158,87 @@ def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callab
 def one_device(cfg: DictConfig) -> dict[str, Any]:
     """The trainer's options for a simulated run."""
     return {
-        "accelerator": "cpu",
-        "devices": 1,
-        "num_nodes": 1,
+        "accelerator": "cpu", "devices": 1, "num_nodes": 1, "max_steps": -1, "min_epochs": None,
+        "limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0, "fast_dev_run": False,
         # the same number of bytes; the CPU has no fp16 scaler
         "precision": "bf16-mixed" if str(cfg.precision) == "16-mixed" else str(cfg.precision),
-        "max_steps": -1,
-        "min_epochs": None,
-        "limit_train_batches": None,
-        "val_check_interval": 1.0,
-        "overfit_batches": 0,
-        "fast_dev_run": False,
         # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
-    }
+    }  # fmt: skip
+
+
+class Planner:
+    """Plans batches of the loader from simulated steps, each of which is requested once."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._known: dict[int, list[StageMemory]] = {}
+
+    def plan(self, batch: int, device_bytes: float | None) -> Questions:
+        """Return the plan of a batch; the largest one is searched for if a device's memory is given."""
+        devices = yield from self.devices(batch)
+        largest = None if device_bytes is None else (yield from self.largest_batch(batch, device_bytes))
+        return MemoryPlan(self.topology.name, batch, self.topology.global_batch(batch), devices, device_bytes, largest)
+
+    def devices(self, batch: int) -> Questions:
+        """Return the plan of every device of a node, in order."""
+        topology, sizes = self.topology, self.topology.samples(batch)
+        for samples in map(topology.simulated, sizes):
+            if samples and samples not in self._known:
+                self._known[samples] = yield samples
+        idle = [memory.without_samples() for memory in next(iter(self._known.values()))]
+        plans: list[DevicePlan] = []
+        for copy, samples in enumerate(sizes):
+            for memory in self._memory_of(samples) if samples else idle:
+                if topology.num_owners > 1:
+                    memory = with_owner(memory, copy)
+                sent, peak = topology.buckets * memory.gradients, memory.peak
+                if not topology.is_replicated:
+                    sent, peak = sent + memory.gathered, peak + sent
+                elif not copy:  # the root holds the optimizer, and receives the other replicas' gradients
+                    sent = sum(size > 0 for size in sizes[1:]) * memory.gradients
+                    peak = max(peak, memory.static + memory.batch + sent)
+                else:
+                    memory = memory.of_replica() if samples else StageMemory(memory.parameters)
+                    peak = max(memory.peak, memory.parameters)
+                held = (memory.parameters, memory.gradients, memory.optimizer, memory.batch, memory.activations)
+                plans.append(DevicePlan(len(plans), samples, *held, sent, peak + topology.workspace))
+        return plans
+
+    def _memory_of(self, samples: int) -> list[StageMemory]:
+        """The memory, per stage, of a copy of the module that has this many samples."""
+        topology, simulated = self.topology, self.topology.simulated(samples)
+        if (num := -(-samples // simulated)) == 1:
+            return self._known[simulated]
+        most = most_in_flight(topology.schedule, num, topology.num_stages)
+        return in_flight(self._known[simulated], most, samples, simulated)
+
+    def largest_batch(self, batch: int, device_bytes: float) -> Questions:
+        """Return the largest batch that fits every device: 0 if no sample does, None if any number does.
+
+        Memory grows about linearly with samples, so each guess interpolates between known sizes. The result is
+        confirmed by a step that fits and a step with one more sample that does not.
+        """
+        peaks: dict[int, int] = {}
+        fits, fails, guess = 0, MAX_SAMPLES + 1, batch
+        while fails - fits > 1:
+            plans = yield from self.devices(guess)
+            peaks[guess] = max(plan.peak for plan in plans)
+            fits, fails = (guess, fails) if peaks[guess] <= device_bytes else (fits, guess)
+            guess = next_guess(peaks, fits, fails, device_bytes)
+        return None if fits == MAX_SAMPLES else fits
+
+
+def next_guess(peaks: dict[int, int], fits: int, fails: int, limit: float) -> int:
+    """The next size to try, strictly between a batch that fits and one that does not."""
+    guess = (fits + fails) // 2
+    if len(peaks) == 1:
+        guess = 2 * next(iter(peaks))
+    elif len(peaks) <= MANY_GUESSES:
+        (n, size), (m, other) = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
+        slope = (other - size) / (m - n)
+        guess = int(n + (limit - size) / slope) if slope > 0 else guess
+    return min(max(guess, fits + 1), max(fits + 1, fails - 1))
 
 
 COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")

@@ -11,9 +11,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
-from ..config.checks import plain
+from ..config.checks import QUIET, plain
 from ..config.group_files import PACKAGE
-from ..config.instantiate import QUIET
 from ..config.nearest import did_you_mean
 from ..job import summary
 from ..job.log_file import run_log
@@ -177,13 +176,10 @@ log = logging.getLogger(__name__)
 
 
 def compare_strategies(cfg: DictConfig) -> Comparison:
-    """Try strategies one after the other, each in its own process; `cfg` is resolved (`prepare`).
+    """Try strategies one after the other, each in its own process, and write `compare.json` into the run directory.
 
-    Returns:
-        The comparison, also written as `compare.json` into the run directory.
-
-    Raises:
-        ConfigError: an option of `compare` can't be honoured.
+    Args:
+        cfg: resolved (`prepare`).
     """
     names, steps, warmup = chosen_strategies(cfg), cfg.compare.steps, cfg.compare.warmup_steps
     if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= -(-warmup // WINDOW) < steps // WINDOW):
@@ -214,11 +210,7 @@ def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
 
 
 def chosen_strategies(cfg: DictConfig) -> list[str]:
-    """List the strategies to try, the reference first.
-
-    Raises:
-        ConfigError: a name is unknown.
-    """
+    """List the strategies to try, the reference first, or refuse an unknown one."""
     known, given = [*STRATEGIES, *VARIANTS], plain(cfg.compare.strategies)
     names = known if given is None else [str(name) for name in given]
     for name in names:

@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 
 from ...strategies import ConfigError
-from ..config.checks import plain, strategy_name
+from ..config.checks import instantiate, plain, strategy_name
 from ..config.group_files import leaves
-from ..config.instantiate import instantiate
 from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import DIVERGED, FAILED, Result
@@ -83,11 +82,7 @@ def open_storage(storage: str) -> Any:
 
 
 class Search:
-    """A search for the hyperparameters with the best monitored metric, in a directory with one for each trial.
-
-    Raises:
-        ConfigError: Optuna is not installed, or an option can't be honoured.
-    """
+    """A search for the hyperparameters with the best monitored metric, in a directory with one for each trial."""
 
     def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
         if importlib.util.find_spec("optuna") is None:

@@ -24,11 +24,9 @@ class Variant:
 
     Args:
         number: of the job or trial, from 0.
-        strategy: the strategy's name.
         overrides: what distinguishes it, as on the command line.
         value: of the monitored metric; None if there is none.
         state: how it ended if not as it should: `failed`, `diverged` or `pruned`.
-        result: its outcome, if it left one.
     """
 
     number: int

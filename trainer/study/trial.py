@@ -121,16 +121,13 @@ OK, REFUSED = "ok", "refused"
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one strategy's trial.
+    """The outcome of one strategy's trial; fields that a `Result` has, too, mean the same.
 
     Args:
         status: `ok`; `refused` if it can't train this module on these devices; `failed` if an error occurred.
-        reason: why it did not train; empty if it did.
         losses: loss of every global batch; empty if `training_step` returns none.
-        global_batch: samples of the first global batch.
-        samples_per_s: samples per second over all processes, in the median window.
+        samples_per_s: in the median window.
         spread: half the range of the middle half of the windows' speeds, relative to the median.
-        peak_memory_mib: peak memory of every device of all processes; on the CPU of the process.
         excuses: known reasons for which its losses may differ from another strategy's.
     """
 

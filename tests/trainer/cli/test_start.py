@@ -11,7 +11,8 @@ import pytest
 
 from evener import trainer as face
 from evener.trainer.cli import train as command
-from evener.trainer.cli.main import LAUNCHER_VARIABLES, main
+from evener.trainer.cli.main import main
+from evener.trainer.launch.environment import LAUNCHER_VARIABLES
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """

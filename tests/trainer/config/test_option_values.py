@@ -17,8 +17,7 @@ from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, prepare, train, with_run_dir
-from evener.trainer.config.checks import annotations, verify_config, verify_nested, verify_options
-from evener.trainer.config.instantiate import instantiate
+from evener.trainer.config.checks import annotations, instantiate, verify_config, verify_nested, verify_options
 from evener.trainer.config.plain_values import ROOT
 from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch

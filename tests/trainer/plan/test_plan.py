@@ -33,9 +33,8 @@ from evener.strategies import ConfigError, FSDPStrategy, ModelParallelStrategy, 
 from evener.trainer import compose
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
-from evener.trainer.plan._search import DevicePlan, MemoryPlan
 from evener.trainer.plan._topology import StageMemory, in_flight
-from evener.trainer.plan.plan import conclusions, plan_memory, size_text
+from evener.trainer.plan.plan import DevicePlan, MemoryPlan, conclusions, plan_memory, size_text
 
 WEIGHTS = 232
 
