@@ -156,7 +156,8 @@ def error_sentence(exc: Exception) -> str:
     """Describe a user error in one sentence, and any other exception by the user's frames."""
     if sentence := sentence_of(exc):
         return sentence
-    if isinstance(exc, OSError) and exc.filename is not None:
+    frames = traceback.extract_tb(exc.__traceback__)
+    if isinstance(exc, OSError) and exc.filename and all(is_library(frame.filename) for frame in frames):  # of a run
         return f"{exc.filename} can't be written ({exc.strerror}). Set log_dir to a writable directory."
     return users_frames(exc)
 

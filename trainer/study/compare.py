@@ -250,7 +250,7 @@ def strategy_options(cfg: DictConfig, name: str) -> DictConfig:
     """
     base, *more = VARIANTS.get(name, name).split(" strategy.")
     is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[base].__name__
-    options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.text(f"strategy/{base}"))
+    options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.values(f"strategy/{base}"))
     with open_dict(options):
         options.merge_with(OmegaConf.from_dotlist(more))
         options.merge_with((cfg.compare.get("options") or {}).get(name) or {})

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
-from evener.trainer.job.log_file import failure, report, users_frames
+from evener.trainer.job.log_file import error_sentence, failure, report, users_frames
 from evener.trainer.job.result import WorkerError, discard_result
 from evener.trainer.job.run import Run
 
@@ -62,6 +62,16 @@ def test_without_a_frame_of_the_user_the_innermost_is_kept() -> None:
     assert shown[1].endswith(", in raw_decode")
     assert shown[-1].startswith("(2 frames of libraries")
     assert shown[-2].startswith("json.decoder.JSONDecodeError")
+
+
+def test_a_file_that_the_user_misses_is_not_taken_for_the_runs_directory() -> None:
+    # it was told as "can't be written (No such file or directory). Set log_dir to a writable directory."
+    with pytest.raises(FileNotFoundError) as raised:
+        Path("gone.csv").read_text()
+    told = error_sentence(raised.value)
+    assert told.startswith("Traceback")
+    assert "gone.csv" in told
+    assert "log_dir" not in told
 
 
 def test_a_failed_run_says_why_in_its_log_and_result(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.trainer import compose, train
 from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare, run_job
+from evener.trainer.config.checks import verify_config
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
@@ -275,6 +276,14 @@ def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
     assert compare.trial_config(cfg, "single_device", tmp_path).trainer.devices == 1
     dp = compare.trial_config(config(tmp_path, "+compare.options.dp.threads=true"), "dp", tmp_path)
     assert (dp.strategy.threads, dp.trainer.devices) == (True, 2)
+
+
+def test_every_strategy_takes_the_options_of_its_trial(tmp_path: Path) -> None:
+    # three files of conf/strategy inherit from another by a defaults list, which was taken for an option and refused
+    cfg = config(tmp_path)
+    for name in chosen_strategies(cfg):
+        verify_config(compare.trial_config(cfg, name, tmp_path))
+    assert "threads" in compare.trial_config(cfg, "balanced_dp", tmp_path).strategy, "an option of dp"
 
 
 def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
