@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from model_cases import without_randomness
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, dataloader
+from zoo import Case
 
 Made = tuple[Any, dict[str, Any]]
 NUM_SAMPLES = 11
@@ -31,14 +33,6 @@ def rows(**columns: Tensor) -> DataLoader[Any]:
 
 def both(loader: Callable[[], Any]) -> dict[str, Any]:
     return {"train_dataloaders": loader(), "val_dataloaders": loader()}
-
-
-def without_batchnorm(module: Any) -> Any:
-    for name, child in list(module.named_modules()):
-        if isinstance(child, nn.BatchNorm2d):
-            parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, nn.GroupNorm(1, child.num_features))
-    return module
 
 
 def doubled(item: Any) -> Any:
@@ -115,7 +109,7 @@ def torchgeo() -> Made:
     tasks = importlib.import_module("torchgeo.trainers")
     task = tasks.ClassificationTask(model="resnet10t", weights=None, in_channels=3, num_classes=3, lr=0.01)
     image = torch.rand(NUM_SAMPLES, 3, 32, 32, generator=generator(), dtype=torch.float64)
-    return without_batchnorm(task), both(lambda: rows(image=image, label=torch.arange(NUM_SAMPLES) % 3))
+    return without_randomness(task), both(lambda: rows(image=image, label=torch.arange(NUM_SAMPLES) % 3))
 
 
 def doubled_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -135,7 +129,7 @@ def anomalib() -> Made:
     images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=generator(), dtype=torch.float64)
     samples = [items.ImageItem(image=image, gt_label=torch.tensor(False)) for image in images]
     loader: Any = lambda: DataLoader(samples, batch_size=4, collate_fn=items.ImageBatch.collate)  # noqa: E731
-    return without_batchnorm(model), {"train_dataloaders": loader()}
+    return without_randomness(model), {"train_dataloaders": loader()}
 
 
 def nequip() -> Made:
@@ -237,7 +231,7 @@ def terratorch() -> Made:
     task = tasks.SemanticSegmentationTask(network, "EncoderDecoderFactory", lr=0.01, optimizer="SGD", ignore_index=-100)
     image = torch.rand(NUM_SAMPLES, 3, 32, 32, generator=generator(), dtype=torch.float64)
     mask = torch.randint(0, 3, (NUM_SAMPLES, 32, 32), generator=generator())
-    task, encoder = without_batchnorm(task), task.model.encoder
+    task, encoder = without_randomness(task), task.model.encoder
     encoder.forward.__self__._modules.update(encoder._modules)  # whose layers it runs, the replaced one of the top too
     return task, both(lambda: rows(image=image, mask=mask))
 
@@ -310,7 +304,7 @@ def careamics() -> Made:
     mask = torch.zeros(NUM_SAMPLES, 1, 16, 16, dtype=torch.float64)
     mask[..., ::4, ::4] = 1
     samples = list(zip(noisy, clean, mask, strict=True))
-    return without_batchnorm(module), both(lambda: DataLoader(samples, batch_size=4))  # pyright: ignore[reportArgumentType]
+    return without_randomness(module), both(lambda: DataLoader(samples, batch_size=4))  # pyright: ignore[reportArgumentType]
 
 
 def neuralforecast() -> Made:
@@ -367,3 +361,20 @@ CASES: dict[str, Callable[[], Made]] = {
         schnetpack, careamics, neuralforecast, pytorch_tabular,
     )
 }  # fmt: skip
+
+BY_BATCHES = {"pytorch_forecasting": ("val_RMSE",), "terratorch": ("val/Boundary_mIoU",)}
+"""Values that a library computes by the batches it is given, so that they depend on how those are cut."""
+
+
+def case(name: str) -> Case:
+    made: dict[str, Any] = {}
+
+    def module() -> Any:
+        found, data = CASES[name]()  # which belong together
+        made.update(data)
+        return found.double()
+
+    def loaders() -> tuple[Any, Any]:
+        return made["train_dataloaders"], made.get("val_dataloaders")
+
+    return Case(name, module, loaders, differs=BY_BATCHES.get(name, ()))

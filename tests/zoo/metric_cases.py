@@ -178,10 +178,6 @@ def clouds(out: Tensor, batch: Batch) -> tuple[Any, ...]:
     return batch["points"] + out.sum(1)[:, None, None] * 0.1 * batch["points"].flip(1), batch["points"]
 
 
-def vertices(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return clouds(out, batch)
-
-
 def texts(out: Tensor, batch: Batch) -> tuple[Any, ...]:
     return list(batch["guess"]), list(batch["text"])
 
@@ -212,7 +208,7 @@ def value(out: Tensor, batch: Batch) -> tuple[Any, ...]:
 FAMILIES: dict[str, Inputs] = {
     "aggregation": value, "audio": waves, "clustering": clusters, "detection": boxes, "image": pictures,
     "nominal": clusters, "regression": regression, "retrieval": retrieval, "segmentation": one_hot, "shape": clouds,
-    "text": texts, "multimodal": vertices, "wrappers": multiclass,
+    "text": texts, "multimodal": clouds, "wrappers": multiclass,
 }  # fmt: skip
 
 INPUTS: dict[str, Inputs] = {
@@ -338,7 +334,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Inputs]] = {
     "PSNR by range": ("image.PeakSignalNoiseRatio", {"data_range": (0.0, 1.0)}, pictures),
     "SSIM without range": ("image.StructuralSimilarityIndexMeasure", {"data_range": None, "kernel_size": 5}, pictures),
     "Dice, global": ("segmentation.DiceScore", {"aggregation_level": "global"}, one_hot),
-    "CatMetric": ("aggregation.CatMetric", {}, value),
 }  # fmt: skip
 
 
@@ -481,4 +476,4 @@ def case(name: str) -> Case:
     short = (VARIANTS[name][0] if name in VARIANTS else name).partition(".")[2]
     images = IMAGE_SIZE.get(short, DEFAULT_IMAGE_SIZE) if inputs in (pictures, picture, grey, sharpened) else 0
     allowed = 1e-5 if short in FLOAT32 else tolerance(make, inputs, images)
-    return Case(name, partial(Metered, make, inputs, images), partial(loader, images), allowed)
+    return Case(name, partial(Metered, make, inputs, images), lambda: (loader(images), loader(images)), allowed)

@@ -430,7 +430,7 @@ def _case(
     make: Callable[[], nn.Module], loss: Callable[..., Any], data: Callable[[], Any], kind: type[Trained] = Trained,
     size: Any = None, tolerance: float = TOLERANCE,
 ) -> tuple[Callable[[], Trained], Callable[[], Any], float]:  # fmt: skip
-    return lambda: kind(make(), loss, size), data, tolerance
+    return lambda: kind(make(), loss, size), lambda: (data(), data()), tolerance
 
 
 CASES: dict[str, tuple[Callable[[], Trained], Callable[[], Any], float]] = {

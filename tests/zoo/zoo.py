@@ -16,7 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "zoo"), str(TESTS / "libraries"), str(TESTS)]
 
 from acceptance import case, judge  # noqa: E402  # found by the line above
 
@@ -27,17 +28,19 @@ HOLDS = ("equal", "refused")
 
 
 class Case(case.Case):
-    """A module, the loader that it trains and validates on, and the difference that is allowed.
+    """A module, the loaders that it trains and validates on, and the difference that is allowed.
 
-    The tolerance is absolute and relative, and wider where a library computes in float32.
+    The tolerance is absolute and relative, and wider where a library computes in float32. Values whose names begin with
+    one of `differs` are not compared: those that a library computes by the batches it is given.
     """
 
     tolerance: float
 
     def __init__(
-        self, name: str, module: Callable[[], Any], loader: Callable[[], Any], tolerance: float = TOLERANCE
-    ) -> None:
-        super().__init__(name, "zoo", module, lambda: (loader(), loader()), "exact", False, (), list, True, {})
+        self, name: str, module: Callable[[], Any], loaders: Callable[[], Any], tolerance: float = TOLERANCE,
+        differs: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(name, "zoo", module, loaders, "exact", False, differs, list, True, {})
         object.__setattr__(self, "tolerance", tolerance)
 
 
@@ -45,8 +48,8 @@ class Cases(dict[str, Case]):
     """Cases by name, each made when it is asked for: models need their packages."""
 
     def __missing__(self, name: str) -> Case:
-        models, metrics = (importlib.import_module(name) for name in ("model_cases", "metric_cases"))
-        self[name] = models.case(name) if name in models.CASES else metrics.case(name)
+        models, libraries, metrics = (importlib.import_module(f"{one}_cases") for one in ("model", "library", "metric"))
+        self[name] = next((one for one in (models, libraries) if name in one.CASES), metrics).case(name)
         return self[name]
 
 
@@ -58,6 +61,10 @@ def observe(*job: Any) -> judge.Seen:
     judge.all_cases = lambda: CASES  # pyright: ignore[reportAttributeAccessIssue]
     logging.getLogger("transformers").setLevel(logging.ERROR)
     seen = judge.observe(*job)
+    for logged in ("logged", "callback_metrics", "logged_metrics"):
+        values = seen.values.get(logged, {})
+        for name in [name for name in values if name.startswith(CASES[job[0]].differs)]:
+            del values[name]
     seen.values = numbers(seen.values)
     return seen
 
