@@ -1,6 +1,7 @@
 """Checkpoints from late devices: written while training goes on, and continued on them and on a CPU."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +33,6 @@ class KeepsWeights(pl.Callback):
         self.at[trainer.global_step] = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
 
 
-def _saved(folder: str) -> tuple[int, list[str]]:
-    warnings.simplefilter("ignore")
-    late_device.set_delays(Delays(kernel=1e-3, copy=5e-3))
-    kept, differ, num = KeepsWeights(), list[str](), 0
-    for strategy in (SingleDeviceStrategy("late:0"), ModelParallelStrategy(["late:0", "late:1"], num_microbatches=2)):
-        place = Path(folder, type(strategy).__name__)
-        saving = Checkpoint(dirpath=place, every_n_steps=2, save_top_k=-1, background=True)
-        options: dict[str, Any] = {"callbacks": [saving, kept], "enable_checkpointing": True, "devices": 1}
-        make_trainer(CASE, strategy, accelerator="late", **options).fit(make_module(CASE), CASE.loader())
-        for file in sorted(place.glob("*.ckpt")):
-            saved, num = torch.load(file, map_location="cpu", weights_only=True), num + 1
-            own = kept.at[saved["global_step"]]
-            differ += [f"{file.name}: {k}" for k, v in saved["state_dict"].items() if not torch.equal(v, own[k].cpu())]
-    return num, differ
-
-
-def test_a_file_that_is_written_while_training_goes_on_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    num, differ = late_device.run(_saved, str(tmp_path))
-    assert num >= 4
-    assert differ == []
-
-
 class Ends(pl.Callback):
     """Ends a run by an error after a step."""
 
@@ -62,28 +41,35 @@ class Ends(pl.Callback):
             raise InterruptedError
 
 
-def _snapshots(folder: str) -> list[str]:
+def _saved(folder: str, in_memory: bool) -> tuple[int, list[str]]:
     warnings.simplefilter("ignore")
     late_device.set_delays(Delays(kernel=1e-3, copy=5e-3))
-    kept, differ = KeepsWeights(), list[str]()
+    kept, differ, num = KeepsWeights(), list[str](), 0
+    files: Any = {"every_n_steps": 2, "save_top_k": -1, "background": True}
+    snapshots: Any = {"every_n_epochs": 1, "snapshot_every_n_steps": 1}
     for strategy in (SingleDeviceStrategy("late:0"), ModelParallelStrategy(["late:0", "late:1"], num_microbatches=2)):
         place = Path(folder, type(strategy).__name__)
-        saving = Checkpoint(dirpath=place, every_n_epochs=1, snapshot_every_n_steps=1)
-        options: dict[str, Any] = {"callbacks": [saving, kept, Ends()], "enable_checkpointing": True, "devices": 1}
-        with pytest.raises(InterruptedError):
-            make_trainer(CASE, strategy, accelerator="late", **options).fit(make_module(CASE), CASE.loader())
-        file = saved_in_memory(place)
-        assert file is not None
-        saved = read(file)
-        own = kept.at[saved["global_step"]]
-        differ += [key for key, value in saved["state_dict"].items() if not torch.equal(value, own[key].cpu())]
+        saving = Checkpoint(dirpath=place, **(snapshots if in_memory else files))
+        options: Any = {"callbacks": [saving, kept, *([Ends()] if in_memory else [])], "enable_checkpointing": True}
+        with pytest.raises(InterruptedError) if in_memory else nullcontext():
+            make_trainer(CASE, strategy, accelerator="late", devices=1, **options).fit(make_module(CASE), CASE.loader())
+        for file in [saved_in_memory(place)] if in_memory else sorted(place.glob("*.ckpt")):
+            assert file is not None
+            saved, num = read(file), num + 1
+            own = kept.at[saved["global_step"]]
+            differ += [f"{file.name}: {k}" for k, v in saved["state_dict"].items() if not torch.equal(v, own[k].cpu())]
         discard(place)
-    return differ
+    return num, differ
 
 
-@pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no /dev/shm")
-def test_a_snapshot_that_is_taken_while_training_goes_on_has_the_weights_of_its_step(tmp_path: Path) -> None:
-    assert late_device.run(_snapshots, str(tmp_path)) == []
+IN_MEMORY = pytest.param(True, marks=pytest.mark.skipif(not MEMORY.is_dir(), reason="this system has no /dev/shm"))
+
+
+@pytest.mark.parametrize("in_memory", [False, IN_MEMORY])
+def test_what_is_saved_while_training_goes_on_has_the_weights_of_its_step(in_memory: bool, tmp_path: Path) -> None:
+    num, differ = late_device.run(_saved, str(tmp_path), in_memory)
+    assert num >= (2 if in_memory else 4)
+    assert differ == []
 
 
 def _continued(folder: str) -> list[float]:

@@ -60,29 +60,6 @@ def test_the_clock_adds_what_is_in_order_and_overlaps_what_is_not() -> None:
     assert late_device.run(_clock) == (9.0, 4.0, 7000.0)
 
 
-def _memory() -> tuple[list[int], str]:
-    late_device.set_limit(2**20)
-    sizes = []
-    x = torch.empty(2**16, device="late:1")
-    sizes.append(torch.accelerator.memory_allocated("late:1"))
-    y = torch.empty(2**17, device="late:1")
-    del x, y
-    sizes += [torch.accelerator.memory_allocated("late:1"), torch.accelerator.max_memory_allocated("late:1")]
-    torch.accelerator.reset_peak_memory_stats("late:1")
-    sizes.append(torch.accelerator.max_memory_allocated("late:1"))
-    try:
-        torch.empty(2**18 + 1, device="late:1")
-    except torch.OutOfMemoryError as error:
-        return sizes, str(error)
-    return sizes, ""
-
-
-def test_memory_is_counted_and_limited() -> None:
-    sizes, error = late_device.run(_memory)
-    assert sizes == [4 * 2**16, 0, 12 * 2**16, 0]
-    assert "Tried to allocate 1048580 bytes on GPU 1, which holds 0 of 1048576 bytes" in error
-
-
 def _waits() -> list[str]:
     pinned = torch.ones(3).pin_memory()
     with late_device.host_waits() as waits:
@@ -104,17 +81,3 @@ def test_what_makes_the_host_wait_is_named_with_its_stack() -> None:
     names = ["item: a number is read", "copy from the host", "aten::nonzero: its shape is known after it has run"]
     assert waits == [*names, "synchronize a device"]
     assert "loss.item()" in first
-
-
-def _random() -> list[list[float]]:
-    torch.manual_seed(3)
-    first = torch.rand(2, device="late:0").tolist()
-    state = torch.get_device_module("late").get_rng_state("late:0")
-    second, other = torch.rand(2, device="late:0").tolist(), torch.rand(2, device="late:1").tolist()
-    torch.get_device_module("late").set_rng_state(state, "late:0")
-    return [first, second, other, torch.rand(2, device="late:0").tolist()]
-
-
-def test_each_device_has_a_generator_whose_state_is_kept() -> None:
-    first, second, other, again = late_device.run(_random)
-    assert first == other != second == again

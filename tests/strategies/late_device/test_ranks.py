@@ -14,9 +14,8 @@ from parity import CASES, Run, baseline, run
 from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
 
-from evener.strategies import DDPModelParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import DDPModelParallelStrategy, DDPStrategy, FSDPStrategy
 
 pytestmark = needs_late_device
 
@@ -53,46 +52,6 @@ def test_ranks_on_an_accelerator_of_its_own_kind_equal_one_cpu(names: list[str],
             assert (found.weights - expected.weights).abs().max() <= 1e-10
             metrics = {name: float(value) for name, value in expected.metrics.items()}
             assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(metrics, abs=1e-6)
-
-
-class Measured(pl.LightningModule):
-    """Updates metrics itself, which are neither parameters nor buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.own, self.nested = MeanMetric(), nn.ModuleDict({"rows": MeanMetric()})
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        rows = self.net(batch[0]).square().squeeze(1)
-        self.own.update(rows.detach())
-        self.nested["rows"].update(batch[0][:, 0])
-        return rows.mean()
-
-    def on_train_epoch_end(self) -> None:
-        for name, metric in (("own", self.own), ("nested", self.nested["rows"])):
-            self.log(name, metric.compute())
-            metric.reset()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _measured(accelerator: str, num_ranks: int) -> dict[str, float]:
-    warnings.simplefilter("ignore")
-    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", timeout_s=60)
-    trainer = quiet_trainer(strategy, num_ranks, accelerator=accelerator, max_epochs=2)
-    data = torch.linspace(-1, 1, 10 * 4).reshape(10, 4)
-    trainer.fit(Measured(), DataLoader(TensorDataset(data), 4))
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def test_metrics_of_a_module_whose_parameters_are_cut_are_on_its_device() -> None:
-    # Failed before: shards were moved one by one, and the states of metrics stayed on the CPU.
-    expected = _measured("cpu", 1)
-    for found in late_device.run_ranks(_measured, 2, "late", 2):
-        assert found == pytest.approx(expected, abs=1e-6)
 
 
 class _Unsteady(torch.autograd.Function):
