@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from evener.trainer import Result
 
@@ -11,12 +12,20 @@ SHORT = ["accelerator=cpu", "trainer.enable_model_summary=false", "test_after_fi
 """Overrides of a run for the tests of what people see: on the CPU, without what they do not look at."""
 
 
-def events(result: Result) -> EventAccumulator:
+def events(run: Result | Path) -> EventAccumulator:
     """Read the one event file of a run."""
-    (file,) = Path(result.run_dir).glob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
+    (file,) = Path(run.run_dir if isinstance(run, Result) else run).glob("events.out.tfevents.*")
+    sizes = {"scalars": 0, "tensors": 0, "histograms": 0, "images": 0}
+    accumulator = EventAccumulator(str(file), size_guidance=sizes)
     accumulator.Reload()
     return accumulator
+
+
+def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
+    """The layout as TensorBoard reads it: category → chart → regular expressions."""
+    event = log.Tensors("custom_scalars__config__")[-1]  # as TensorBoard's plugin does
+    read = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    return {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in read.category}
 
 
 def raw_points(folder: Path) -> list[tuple[str, int, float]]:

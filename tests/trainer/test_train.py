@@ -392,22 +392,6 @@ def test_full_error_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.Monk
         main()
 
 
-def test_help_lists_the_groups_and_examples(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "--help") == ""
-    shown = capsys.readouterr().out
-    for group in ("strategy: ", "checkpoint: ", "experiment: ", "debug: "):
-        assert group in shown
-    assert "python train.py strategy=ddp devices=2 accelerator=cpu" in shown
-
-
-def test_cfg_job_prints_the_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # --local-rank: what `python -m torch.distributed.launch` adds
-    assert command(monkeypatch, "--local-rank=0", "--cfg", "job", "module.lr=0.25") == ""
-    assert "lr: 0.25" in capsys.readouterr().out
-
-
 def run_command(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     train_py = Path(__file__).parents[2] / "train.py"
     run = warm_python.run(train_py, *arguments, *SHORT, cwd=home, env={**os.environ, **environment})

@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import Callback, TQDMProgressBar
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.plugins.layer_sync import LayerSync
 from pytorch_lightning.strategies import StrategyRegistry
+from tiny import quiet
 from torch import nn
 
 from evener.strategies import STRATEGIES, ConfigError, DDPStrategy, SingleDeviceStrategy
@@ -18,8 +19,6 @@ from evener.strategies.ranks.strategy import RankStrategy
 from evener.strategies.registry import LIGHTNINGS_WORDS
 from evener.trainer import Trainer
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
 def test_lightnings_tips_for_other_products_are_not_shown(
@@ -35,14 +34,14 @@ def test_lightnings_tips_for_other_products_are_not_shown(
 
 
 def test_a_name_resolves_to_our_strategy() -> None:
-    assert type(Trainer(strategy="single_device", devices=1, **QUIET).strategy) is SingleDeviceStrategy
+    assert type(quiet(strategy="single_device", devices=1).strategy) is SingleDeviceStrategy
 
 
 def test_a_name_in_capitals_is_ours_too_and_an_unknown_one_is_refused_with_the_nearest() -> None:
     # Lightning puts the word in lower case, so that its own strategy of the name was taken
-    assert type(Trainer(strategy="DDP", devices=2, **QUIET).strategy) is DDPStrategy
+    assert type(quiet(strategy="DDP", devices=2).strategy) is DDPStrategy
     with pytest.raises(ConfigError, match=r"strategy='balanced_dpp' is unknown; .*Did you mean balanced_dp\?"):
-        Trainer(strategy="balanced_dpp", **QUIET)
+        quiet(strategy="balanced_dpp")
 
 
 def test_lightnings_words_for_ddp_and_fsdp_take_our_strategies() -> None:
@@ -50,8 +49,8 @@ def test_lightnings_words_for_ddp_and_fsdp_take_our_strategies() -> None:
     known = {word for word in StrategyRegistry.available_strategies() if word.startswith(("ddp", "fsdp"))}
     assert known <= {*LIGHTNINGS_WORDS, *STRATEGIES}
     for word in known:
-        assert isinstance(Trainer(strategy=word, devices=2, **QUIET).strategy, RankStrategy), word
-    strategy: Any = Trainer(strategy="ddp_spawn_find_unused_parameters_true", devices=2, **QUIET).strategy
+        assert isinstance(quiet(strategy=word, devices=2).strategy, RankStrategy), word
+    strategy: Any = quiet(strategy="ddp_spawn_find_unused_parameters_true", devices=2).strategy
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
     assert strategy._given_start_method == "spawn"
 
@@ -59,21 +58,21 @@ def test_lightnings_words_for_ddp_and_fsdp_take_our_strategies() -> None:
 @pytest.mark.parametrize("devices", ['["cpu","cpu"]', "[cpu, cpu]", "cpu,cpu"])
 def test_devices_may_be_the_text_of_a_list_of_names(devices: str) -> None:
     # LightningCLI gives it so: `devices` selected with `CPUAccelerator` should be an int > 0
-    strategy: Any = Trainer(strategy="dp", devices=devices, **QUIET).strategy
+    strategy: Any = quiet(strategy="dp", devices=devices).strategy
     assert strategy.parallel_devices == [torch.device("cpu")] * 2
     with pytest.raises(ConfigError, match="devices: 'gpus' is not a device"):
-        Trainer(strategy="dp", devices="gpus", **QUIET)
+        quiet(strategy="dp", devices="gpus")
 
 
 def test_auto_is_one_of_our_strategies() -> None:
     # Lightning's own DDP was taken for `devices=2`, under which none of this project's promises hold.
-    assert type(Trainer(devices=1, **QUIET).strategy) is SingleDeviceStrategy
-    trainer = Trainer(devices=2, precision="64-true", sync_batchnorm=True, **QUIET)
+    assert type(quiet(devices=1).strategy) is SingleDeviceStrategy
+    trainer = quiet(devices=2, precision="64-true", sync_batchnorm=True)
     assert type(trainer.strategy) is DDPStrategy
     assert (trainer.world_size, trainer.precision) == (2, "64-true")
     assert type(trainer.strategy.checkpoint_io) is VerifiedCheckpointIO
     assert trainer.strategy._layer_sync is not None
-    assert Trainer(devices=2, num_nodes=2, **QUIET).world_size == 4
+    assert quiet(devices=2, num_nodes=2).world_size == 4
 
 
 class NamedSync(LayerSync):
@@ -88,34 +87,34 @@ class NamedSync(LayerSync):
 
 def test_a_layer_plugin_of_the_users_is_the_one_that_ranks_apply() -> None:
     given = NamedSync()
-    assert Trainer(strategy="ddp", devices=2, plugins=[given], **QUIET).strategy._layer_sync is given
+    assert quiet(strategy="ddp", devices=2, plugins=[given]).strategy._layer_sync is given
 
 
 def test_a_start_method_that_the_platform_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(ConfigError, match=r"forking is not supported on this platform\. Choose one of spawn\."):
-        Trainer(strategy="ddp_fork", devices=2, **QUIET)
+        quiet(strategy="ddp_fork", devices=2)
 
 
 def test_auto_chooses_by_what_lightning_reads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
-    assert type(Trainer(**QUIET).strategy) is DDPStrategy
+    assert type(quiet().strategy) is DDPStrategy
 
 
 def test_single_device_refuses_two_devices() -> None:
     with pytest.raises(ConfigError, match="single_device: 2 devices were given, but it uses exactly one"):
-        Trainer(strategy="single_device", devices=2, **QUIET)
+        quiet(strategy="single_device", devices=2)
 
 
 def test_the_bar_that_lightning_appends_to_a_list_of_callbacks_is_the_timed_one() -> None:
     callbacks: list[Callback] = [Callback()]
-    trainer = Trainer(callbacks=callbacks, **QUIET | {"enable_progress_bar": True})
+    trainer = quiet(callbacks=callbacks, enable_progress_bar=True)
     assert trainer.timed_bar is not None
 
 
 def test_a_bar_that_was_given_keeps_its_own_rate() -> None:
     callbacks: list[Callback] = [TQDMProgressBar(refresh_rate=7)]
-    assert Trainer(callbacks=callbacks, **QUIET | {"enable_progress_bar": True}).timed_bar is None
+    assert quiet(callbacks=callbacks, enable_progress_bar=True).timed_bar is None
 
 
 def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +131,7 @@ def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatc
 
     module, options = Reading(), {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 3}
     module.seen = []
-    trainer = Trainer(
-        enable_model_summary=False, num_sanity_val_steps=0, **options, **QUIET | {"enable_progress_bar": True}
-    )
-    trainer.fit(module)
+    quiet(num_sanity_val_steps=0, enable_progress_bar=True, **options).fit(module)
     assert module.seen == [1, 2, 3, 4, 1, 2, 3]  # the bar's hook runs before the module's; it was [1, 1, 1, 4, 0, 0, 3]
 
 
@@ -151,7 +147,7 @@ def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatc
 def test_arguments_with_which_lightning_fails_unnamed_are_refused(arguments: dict[str, Any], message: str) -> None:
     # 'str' object has no attribute 'on_exception', a bare AssertionError, integer modulo by zero
     with pytest.raises(ConfigError, match=message):
-        Trainer(**QUIET | arguments)
+        quiet(**arguments)
 
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:
@@ -161,7 +157,7 @@ def test_a_timeout_that_is_no_number_is_refused() -> None:
 
 def test_a_trainer_can_be_pickled_after_a_run() -> None:
     # "args[0] from __newobj__ args has the wrong class", of what keeps a loader's position
-    trainer = Trainer(fast_dev_run=True, enable_model_summary=False, devices=1, **QUIET)
+    trainer = quiet(fast_dev_run=True)
     trainer.fit(BoringModel())
     again = pickle.loads(pickle.dumps(trainer))
     assert again.global_step == 1

@@ -14,9 +14,8 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import RichProgressBar
-from seen import SHORT, events
+from seen import SHORT, charts, events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tiny import Points, Tiny, quiet
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
@@ -58,13 +57,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = ["strategy=dp", "devices=2", "callbacks=gradient_norm", "trainer.limit_train_batches=6"]
     home = f"log_dir={tmp_path_factory.mktemp('logs')}"
     return train(compose([*SHORT, home, *options, "trainer.max_epochs=2", "trainer.log_every_n_steps=2"]))
-
-
-def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """The layout as TensorBoard reads it: category → chart → regular expressions."""
-    event = log.Tensors("custom_scalars__config__")[-1]  # as TensorBoard's plugin does
-    read = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    return {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in read.category}
 
 
 def shown(log: EventAccumulator, category: str, chart: str) -> set[str]:

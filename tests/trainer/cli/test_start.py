@@ -36,7 +36,7 @@ for name, words, environment in json.loads(sys.argv[1]):
 TRAIN = str(ROOT / "train.py")
 ANSWERS: list[tuple[str, list[str], str]] = [
     (TRAIN, ["--help"], "== Groups =="),
-    (TRAIN, ["--cfg", "job"], "strategy:"),
+    (TRAIN, ["--local-rank=0", "--cfg", "job", "module.lr=0.25"], "lr: 0.25"),  # as torch.distributed.launch adds it
     (TRAIN, ["--cfg", "job", "checkpoint.async=true"], "  background: true"),
     (TRAIN, ["--cfg", "job", "ckpt_path=last"], "resume: last"),
     (TRAIN, ["module.lrr=1"], "module.lrr is unknown"),

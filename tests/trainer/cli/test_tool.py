@@ -1,9 +1,12 @@
 """The command `evener`, in this process."""
 
 import re
+import shlex
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,97 +14,94 @@ from evener.strategies import STRATEGIES
 from evener.trainer.cli import main as command
 from evener.trainer.cli import tool
 
+Command = Callable[..., tuple[Any, str]]
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def evener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command; what it exits with, and what it says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "only_check", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
+    def run(words: str) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", ["evener", *shlex.split(words)])
+        try:
+            tool.main()
+        except SystemExit as exc:
+            return exc.code, capsys.readouterr().out
+        return None, capsys.readouterr().out
 
-def evener(monkeypatch: pytest.MonkeyPatch, *words: str) -> str | int | None:
-    """Run the command; what it exits with."""
-    monkeypatch.setattr(sys, "argv", ["evener", *words])
-    try:
-        tool.main()
-    except SystemExit as exc:
-        return exc.code
-    return None
+    return run
 
 
-def test_without_a_word_the_commands_are_listed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evener(monkeypatch) is None
-    told = capsys.readouterr().out
+def test_without_a_word_the_commands_are_listed(evener: Command) -> None:
+    status, told = evener("")
+    assert status is None
     assert [word for word in tool.WORDS if f"    {word}" not in told] == []
 
 
-@pytest.mark.parametrize("words", [["--version"], ["train", "--version"]])
-def test_the_version_is_the_distributions(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evener(monkeypatch, *words) in (0, None)
-    assert capsys.readouterr().out.strip() == f"evener {version('evener')}"
+@pytest.mark.parametrize("words", ["--version", "train --version"])
+def test_the_version_is_the_distributions(words: str, evener: Command) -> None:
+    status, told = evener(words)
+    assert status in (0, None)
+    assert told.strip() == f"evener {version('evener')}"
 
 
-@pytest.mark.parametrize("word", ["--help", *(f"{word} --help" for word in tool.WORDS)])
-def test_every_command_has_help(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evener(monkeypatch, *word.split()) in (0, None)
-    assert len(capsys.readouterr().out) > 60
+@pytest.mark.parametrize("words", ["--help", *(f"{word} --help" for word in tool.WORDS)])
+def test_every_command_has_help(words: str, evener: Command) -> None:
+    status, told = evener(words)
+    assert status in (0, None)
+    assert len(told) > 60
 
 
-def test_strategies_lists_all_of_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert evener(monkeypatch, "strategies") is None
-    told = capsys.readouterr().out
+def test_strategies_lists_all_of_them(evener: Command) -> None:
+    _, told = evener("strategies")
     assert [name for name in STRATEGIES if not re.search(rf"│ {name} +│ [A-Z]", told)] == []
 
 
 def test_env_shows_versions_and_cluster_variables_but_no_secrets(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    evener: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("TORCH_API_KEY", "hush")
-    assert evener(monkeypatch, "env") is None
-    told = capsys.readouterr().out
+    _, told = evener("env")
     assert re.search(rf"^evener +{re.escape(version('evener'))}$", told, re.MULTILINE)
     assert re.search(r"^NCCL_DEBUG +INFO$", told, re.MULTILINE)
     assert "hush" not in told
 
 
 def test_a_new_project_is_whole_and_valid_and_not_written_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, evener: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert evener(monkeypatch, "new", "mine") is None
+    assert evener("new mine")[0] is None
     files = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
     assert {"train.py", "README.md", "spirals.py", "test_spirals.py", "conf/project.yaml"} <= files
     assert "name: mine" in (tmp_path / "mine" / "conf" / "project.yaml").read_text()
-    again = evener(monkeypatch, "new", "mine")
-    assert again == "Error: mine exists already. Give the name of a new folder, such as evener new mine_2."
+    again = "Error: mine exists already. Give the name of a new folder, such as evener new mine_2."
+    assert evener("new mine")[0] == again
     monkeypatch.chdir(tmp_path / "mine")
-    assert evener(monkeypatch, "config", "validate", "strategy=ddp", "devices=2", "accelerator=cpu") is None
-    told = capsys.readouterr().out
+    status, told = evener("config validate strategy=ddp devices=2 accelerator=cpu")
+    assert status is None
     assert "The configuration is valid: module=spirals.SpiralClassifier, data=spirals.SpiralData, " in told
     assert not (tmp_path / "mine" / "logs").exists()
-    wrong = evener(monkeypatch, "config", "validate", "devices=0")
+    wrong, _ = evener("config validate devices=0")
     assert str(wrong).startswith("Error: devices=0: at least one device is needed.")
-    assert evener(monkeypatch, "config", "validate", "module.hiden=3") == (
-        "Error: module.hiden is unknown. Did you mean module.hidden?"
-    )
+    unknown, _ = evener("config validate module.hiden=3")
+    assert unknown == "Error: module.hiden is unknown. Did you mean module.hidden?"
     assert not (tmp_path / "mine" / "logs").exists()
 
 
 def test_a_project_shows_every_group_with_what_each_file_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, evener: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert evener(monkeypatch, "new", "mine") is None
+    assert evener("new mine")[0] is None
     monkeypatch.chdir(tmp_path / "mine")
     monkeypatch.setenv("COLUMNS", "200")
-    capsys.readouterr()
-    assert evener(monkeypatch, "train", "--help", "strategy=ddp") is None
-    told = capsys.readouterr().out
+    status, told = evener("train --help strategy=ddp")
+    assert status is None
     for group in ("strategy", "callbacks", "checkpoint", "logger", "trainer", "launcher", "debug"):
         assert re.search(rf"^{group}(: |$)", told, re.MULTILINE), group
     assert re.search(r"^\* ddp +One process per device", told, re.MULTILINE)
@@ -112,21 +112,20 @@ def test_a_project_shows_every_group_with_what_each_file_is(
 
 
 @pytest.mark.parametrize(
-    ("line", "answers"),
-    [("evener st", ["strategies"]), ("evener train strategy=balanced_dp", ["strategy=balanced_dp"])],
+    ("line", "answer"), [("evener st", "strategies"), ("evener train strategy=balanced_dp", "strategy=balanced_dp")]
 )
 def test_the_shell_completes_commands_and_the_words_of_train(
-    line: str, answers: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, answer: str, evener: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     monkeypatch.setenv("COMP_POINT", str(len(line)))
-    assert evener(monkeypatch, "-sc", "query=bash") in (0, None)
-    assert set(answers) <= set(capsys.readouterr().out.split())
+    status, told = evener("-sc query=bash")
+    assert status in (0, None)
+    assert answer in told.split()
 
 
-def test_a_project_s_name_is_quoted_for_the_shell_and_its_logs_are_ignored_by_git(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evener(monkeypatch, "new", "my project") is None
-    assert "cd 'my project'\n" in capsys.readouterr().out
+def test_a_project_s_name_is_quoted_for_the_shell_and_its_logs_are_ignored_by_git(evener: Command) -> None:
+    status, told = evener("new 'my project'")
+    assert status is None
+    assert "cd 'my project'\n" in told
     assert "logs/" in Path("my project/.gitignore").read_text(encoding="utf-8").splitlines()

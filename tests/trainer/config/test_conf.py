@@ -147,7 +147,11 @@ def test_help_lists_the_files_of_every_group(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--help"])
     main()
-    groups = capsys.readouterr().out.partition("== Groups ==")[2].partition("== Keys ==")[0]
+    told = capsys.readouterr().out
+    assert "python train.py strategy=ddp devices=2 accelerator=cpu" in told
+    groups = told.partition("== Groups ==")[2].partition("== Keys ==")[0]
+    for group in ("strategy: ", "checkpoint: ", "experiment: ", "debug: "):
+        assert group in groups
     assert re.findall(r"^[* ] (\w+)", groups.partition("strategy: ")[2].partition("\ntrainer")[0], re.MULTILINE) == (
         PACKAGE.files("strategy")
     )

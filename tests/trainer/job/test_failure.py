@@ -103,11 +103,6 @@ def test_a_refused_run_has_the_sentence_and_no_traceback(tmp_path: Path) -> None
     assert str(Result.read(log.parent).reason).startswith("resume=last: no checkpoint found under")
 
 
-def test_a_run_that_finishes_says_so(tmp_path: Path) -> None:
-    cfg = config(tmp_path, "trainer.max_steps=1", "test_after_fit=false")
-    assert train(cfg).status == "finished"
-
-
 @pytest.fixture
 def cfg(tmp_path: Path) -> DictConfig:
     cfg = config(tmp_path)

@@ -14,9 +14,9 @@ from typing import Any
 
 import fork_server
 import pytest
-import pytorch_lightning as pl
 import torch
 import warm_python
+from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
@@ -29,12 +29,11 @@ from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.signals import Interrupted, graceful_stop
 
 
-class Signalled(pl.LightningModule):
+class Signalled(Tiny):
     """Sends itself a signal at a place."""
 
     def __init__(self, place: str, signum: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.place, self.signum = place, signum
         self.num_steps = 0
 
@@ -45,7 +44,7 @@ class Signalled(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.num_steps += 1
         self.reach(f"step {self.trainer.global_step}")
-        return self.layer(batch).square().mean()
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.reach("sanity check" if self.trainer.sanity_checking else "validation")
@@ -69,11 +68,8 @@ def signals_of_a_terminal() -> Iterator[None]:
         signal.signal(signum, handler)  # Lightning ignores Ctrl-C after the first
 
 
-def make_trainer(folder: Path) -> Trainer:
-    return Trainer(
-        callbacks=[Checkpoint(folder, interval_s=1e9)], max_epochs=2, accelerator="cpu", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+def make_trainer(folder: Path, saver: Checkpoint | None = None, **options: Any) -> Trainer:
+    return quiet(callbacks=[saver or Checkpoint(folder, interval_s=1e9)], max_epochs=2, **options)
 
 
 def fit(trainer: Trainer, module: Signalled) -> None:
@@ -158,10 +154,7 @@ def test_a_run_that_outlives_its_terminal_does_not_hear_it_close(tmp_path: Path)
 
 def test_micro_batches_since_the_last_save_are_saved_too(tmp_path: Path) -> None:
     """Found by `benchmarks/survival.py`: what was saved at the same optimizer step was taken for up to date."""
-    trainer = Trainer(
-        callbacks=[Checkpoint(tmp_path, every_n_steps=1)], max_epochs=2, accelerator="cpu", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, Checkpoint(tmp_path, every_n_steps=1), accumulate_grad_batches=2)
     module = Signalled("batch 3", signal.SIGTERM)
     module.on_train_batch_start = lambda batch, batch_idx: module.reach(f"batch {module.num_steps + 1}")  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
@@ -187,10 +180,7 @@ class SlowFirst(Signalled):
 @pytest.mark.long
 def test_a_rank_stops_in_a_validation_that_another_has_ended(tmp_path: Path) -> None:
     """Found by `benchmarks/survival.py`: at its end the other one waited for values of the one that had stopped."""
-    trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=120), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, strategy=DDPStrategy(timeout_s=120), devices=2)
     loader = DataLoader(torch.arange(24.0)[:, None], 2)
     with pytest.raises(SystemExit) as raised:
         trainer.fit(SlowFirst("batch 0", signal.SIGTERM), loader, loader)
@@ -214,11 +204,9 @@ class ToAll(Signalled):
 
     def reach(self, place: str) -> None:
         if place == self.place:
-            # not from here: torch's workers take a signal of their parent for its end
+            # not from here, as a parent's own is special: torch's workers take a signal of their parent for its end
             pids = [str(process.pid) for process in multiprocessing.active_children()]
-            subprocess.run(
-                ["kill", f"-{self.signum}", *pids, str(os.getpid())], check=True
-            )  # a parent's own is special
+            subprocess.run(["kill", f"-{self.signum}", *pids, str(os.getpid())], check=True)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda signum: signum.name)
@@ -243,10 +231,7 @@ class SlowStream(torch.utils.data.IterableDataset[torch.Tensor]):
 @pytest.mark.long
 def test_data_workers_of_a_ranks_own_stream_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
     # Found by `benchmarks/survival.py`: they were torch's plain ones, which ended, and outlived a rank that was killed.
-    trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=120), callbacks=[Checkpoint(tmp_path, interval_s=1e9)], max_epochs=2, devices=2,
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, strategy=DDPStrategy(timeout_s=120), devices=2)
     loader = DataLoader(SlowStream(), 1, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(SystemExit) as raised:
         trainer.fit(ToAll("step 2", signal.SIGTERM), loader, DataLoader(Slow(), 8))

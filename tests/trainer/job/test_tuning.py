@@ -8,20 +8,20 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
+from tiny import Tiny
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
 from evener.trainer.job.tuning import largest, with_batch_size
 
 
-class Greedy(pl.LightningModule):
+class Greedy(Tiny):
     """Needs more memory than there is for more than so many samples."""
 
     tried: list[int] = []  # noqa: RUF012  # of all instances: every attempt has a new one
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
         self.limit = limit
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -29,10 +29,7 @@ class Greedy(pl.LightningModule):
         torch.rand(1), random.random(), np.random.rand()
         if len(batch[0]) > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+        return super().training_step(batch, batch_idx)
 
 
 class Numbers(pl.LightningDataModule):

@@ -39,13 +39,7 @@ def written_steps(run: Run) -> list[int]:
         (signal.SIGHUP, None, 129),
         (signal.SIGTERM, 1, 143),
     ],
-    ids=[
-        "SIGTERM to the parent",
-        "SIGINT to the parent",
-        "SIGUSR1 to the parent",
-        "SIGHUP to the parent",
-        "SIGTERM to rank 1",
-    ],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM to rank 1"],
 )
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
     tmp_path: Path, signum: int, to_rank: int | None, status: int

@@ -18,7 +18,7 @@ from evener.strategies import ConfigError
 from evener.strategies.distributed import survivors
 from evener.strategies.distributed._store_watch import PEER_LOST
 from evener.strategies.distributed.store import RankError
-from evener.strategies.distributed.survivors import DONE, FORKS, PROCESS, Agent, Board, Connecting, Survivor
+from evener.strategies.distributed.survivors import FORKS, PROCESS, Agent, Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -64,25 +64,6 @@ def test_where_ranks_need_one_another_it_is_refused_by_name(changes: dict[str, o
     cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu"})
     with pytest.raises(ConfigError, match=f"got {re.escape(found)}"):
         verify_survive(cfg, LaunchPlan.of(cfg), "")
-
-
-def test_a_group_is_formed_once_all_that_live_ask_from_the_last_section_that_all_have_done() -> None:
-    board = Board(3)
-    agent = Agent(board)
-    for rank, done in enumerate([5, 4, 5]):
-        for section in range(1, done + 1):
-            board.write(rank, 0, section, b"%d of rank %d" % (section, rank))
-        board.reach(rank, DONE, done)
-        board.arm(rank, True)
-    assert agent.lose(2, [None, None, -9])
-    board.ask(0, 1)
-    agent.assemble()
-    assert board.group == 0  # rank 1 has not asked
-    board.ask(1, 1)
-    agent.assemble()
-    assert (board.group, board.section, agent.dead) == (1, 4, [2])
-    assert [board.read(rank, 0, 4) for rank in range(3)] == [b"4 of rank 0", b"4 of rank 1", b"4 of rank 2"]
-    board.close()
 
 
 def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order() -> None:
@@ -135,16 +116,6 @@ def test_the_others_go_on_without_a_rank_whose_fork_takes_too_long(monkeypatch: 
     agent.assemble()
     agent.assemble()
     assert (board.group, agent.dead) == (1, [1])
-    board.close()
-
-
-def test_a_record_that_counts_stays_until_all_are_ready() -> None:
-    board = Board(1)
-    for section in (1, 2):
-        board.write(0, 0, section, b"%d" % section)
-    assert board.read(0, 0, 1, holds=True) == b"1"
-    board.write(0, 1, 1, b"1 of the next group")
-    assert board.read(0, 0, 1) == b"1"
     board.close()
 
 

@@ -8,16 +8,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import warm_python
 from failing import Failing
 from launching import running
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
+from tiny import Points, quiet
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.loggers import CSVLogger
 from evener.trainer.loggers.journal import MetricsFile
@@ -81,15 +80,10 @@ class Fails(Failing):
 def train(folder: Path, at: int | None = None, resume: bool = False, **options: Any) -> None:
     """Train 8 steps as a process of its own would: with new objects."""
     logger = options.pop("logger", None) or CSVLogger(folder, name="csv", version="")
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=logger, log_every_n_steps=1,
-        callbacks=[Checkpoint(folder / "checkpoints", every_n_steps=3)],
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
-    loader = DataLoader(TensorDataset(torch.ones(8, 1)), 1)
-    trainer.fit(
-        Fails(at), loader, ckpt_path=folder / "checkpoints" / "last.ckpt" if resume else None, weights_only=True
-    )
+    saver = Checkpoint(folder / "checkpoints", every_n_steps=3)
+    trainer = quiet(logger=logger, log_every_n_steps=1, callbacks=[saver], **options)
+    last = folder / "checkpoints" / "last.ckpt" if resume else None
+    trainer.fit(Fails(at), DataLoader(TensorDataset(torch.ones(8, 1)), 1), ckpt_path=last, weights_only=True)
 
 
 def indices(folder: Path) -> list[int]:
@@ -162,20 +156,13 @@ def test_a_new_column_leaves_the_file_whole_whenever_the_process_ends(
     assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "0.5,0"]
 
 
-class SwitchedOff(pl.loggers.logger.Logger):
+class SwitchedOff(Points):
     """A tracker that is switched off: its experiment takes every call, and has every attribute."""
 
-    name = version = "off"
     experiment = _experiment = Mock()  # as loggers of Lightning keep it
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        pass
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 def test_an_experiment_that_has_every_attribute_is_no_file_of_rows() -> None:
-    trainer = Trainer(logger=SwitchedOff(), max_steps=2, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = quiet(logger=SwitchedOff(), max_steps=2)
     trainer.fit(BoringModel())
     assert trainer.global_step == 2

@@ -8,6 +8,7 @@ import torch
 from failing import Failing
 from pytorch_lightning.loggers import TensorBoardLogger as LightningsLogger
 from seen import raw_points
+from tiny import quiet
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
@@ -29,11 +30,8 @@ LOADER = DataLoader(TensorDataset(torch.ones(8, 1)), 1)
 def fit(folder: Path, at: int | None = None, resume: bool = False, kind: Any = TensorBoardLogger) -> Trainer:
     """Train 8 steps, with a checkpoint at steps 3 and 6, as a process of its own would: with new objects."""
     logger = kind(folder) if kind is TensorBoardLogger else kind(folder, name="", version="")
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=logger, log_every_n_steps=1,
-        callbacks=[Checkpoint(folder / "checkpoints", every_n_steps=3)],
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    saver = Checkpoint(folder / "checkpoints", every_n_steps=3)
+    trainer = quiet(logger=logger, log_every_n_steps=1, callbacks=[saver])
     last = folder / "checkpoints" / "last.ckpt" if resume else None
     try:
         trainer.fit(Fails(at), LOADER, ckpt_path=last, weights_only=True)
@@ -46,10 +44,8 @@ def fit(folder: Path, at: int | None = None, resume: bool = False, kind: Any = T
 def test_a_second_fit_of_one_logger_keeps_what_was_logged_since_the_first(tmp_path: Path) -> None:
     logger = LightningsLogger(tmp_path, name="", version="")  # which begins a file for each call
     for last in (None, tmp_path / "checkpoints" / "last.ckpt"):
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=2 if last else 1, logger=logger, log_every_n_steps=1,
-            callbacks=[Checkpoint(tmp_path / "checkpoints")], enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        saver = Checkpoint(tmp_path / "checkpoints")
+        trainer = quiet(max_epochs=2 if last else 1, logger=logger, log_every_n_steps=1, callbacks=[saver])
         trainer.fit(Fails(), LOADER, ckpt_path=last, weights_only=True)
         trainer.test(Fails(), LOADER, verbose=False)
     assert steps(tmp_path) == list(range(16))
