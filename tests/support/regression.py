@@ -5,10 +5,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+from evener.strategies import ConfigError
 from evener.trainer import Trainer
 
 NUM_SAMPLES = 21
@@ -63,12 +65,32 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+class Points(DummyLogger):
+    """Keeps what it is given to log, by steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.points.append((step, {name: float(value) for name, value in metrics.items() if name != "epoch"}))
+
+
 def quiet_trainer(strategy: pl.strategies.Strategy, devices: int = 1, **options: Any) -> Trainer:
     """A trainer for two epochs on the CPU that prints and writes nothing."""
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 2}
     return Trainer(strategy=strategy, devices=devices, **(quiet | options))
+
+
+def refusal(trainer: Trainer, module: Net, loader: Any) -> str:
+    """Fit; the ConfigError that ended it, or nothing."""
+    try:
+        trainer.fit(module, loader)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
 
 
 def fit(strategy: pl.strategies.Strategy, devices: int, batch_size: int, case: dict[str, Any]) -> tuple[Net, Trainer]:
@@ -114,3 +136,20 @@ def fit_all(
             strategy = strategy_class(batch_size_is=batch_size_is, timeout_s=120)
             outcomes[name, batch_size_is] = outcome(*fit(strategy, num_ranks, batch_size, case))
     return outcomes
+
+
+def assert_same(found: Any, expected: Any, tolerance: float, place: str = "") -> None:
+    """Numbers may differ by rounding, nothing else may."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for key in expected:
+            assert_same(found[key], expected[key], tolerance, f"{place}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), place
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, tolerance, f"{place}.{i}")
+    elif isinstance(expected, (float, Tensor)):
+        assert type(found) is type(expected), place
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{place}: {text}")
+    else:
+        assert found == expected, place

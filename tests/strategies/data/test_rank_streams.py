@@ -10,8 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks
-from pytorch_lightning.loggers import CSVLogger
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, Points, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -85,17 +84,6 @@ class Steps(Net):
         self.log("tested", batch[2].double().mean())
 
 
-class Points(CSVLogger):
-    """Keeps what it is given to log."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.points: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
-
-
 class Evaluated(Net):
     """Logs in evaluation by step: shared means, a shared sum, and its own rank."""
 
@@ -115,11 +103,11 @@ class Ends(IterableDataset[Any]):
         yield from ([data.x[row], data.y[row], torch.tensor(row)] for row in rows)
 
 
-def _evaluate(folder: str) -> list[list[tuple[int | None, dict[str, float]]]]:
+def _evaluate() -> list[list[tuple[int | None, dict[str, float]]]]:
     found = []
     loaders = [DataLoader(Numbered(5), 3), DataLoader(Numbered(3), 2), DataLoader(Ends(), None)]
     for loader, batch_size_is in zip(loaders, ("global", "global", "per_device"), strict=True):
-        logger = Points(folder)
+        logger = Points()
         strategy = DDPStrategy(batch_size_is=batch_size_is, timeout_s=120)
         quiet_trainer(strategy, 2, logger=logger).validate(Evaluated(), loader, verbose=False)
         found.append(logger.points)
@@ -144,7 +132,7 @@ def test_values_of_a_step_weigh_by_samples_and_one_trainer_fits_tests_and_fits()
         assert epochs == 2
 
 
-def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_has(tmp_path: Any) -> None:
+def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_has() -> None:
     def steps(means: list[float], nums: list[float], epoch: float) -> list[Any]:
         points: list[Any] = [
             (step, {"index_step": mean, "only": mean, "num": num, "rank": 0.0})
@@ -152,7 +140,7 @@ def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_
         ]
         return [*points, (0, {"index_epoch": epoch})]
 
-    one, two, streams = run_ranks(_evaluate, 2, str(tmp_path))[0]
+    one, two, streams = run_ranks(_evaluate, 2)[0]
     assert one == steps([1.0, 3.5], [3, 2], 2.0)  # 0, 1 and 2; then 3 and 4
     assert two == steps([0.5, 2.0], [2, 1], 1.0)  # 0 and 1; then 2 alone, on rank 0
     assert streams == steps([4.4, 2.5, 4.5], [5, 2, 2], 4.0)  # (0 + 1 + 6 + 7 + 8) / 5; 2, 3; 4, 5

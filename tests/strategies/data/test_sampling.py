@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -164,44 +164,25 @@ class ToldStream(Told, IterableDataset[int]):
     """Samples that can't be chosen."""
 
 
-def _of_sampler() -> tuple[Any, list[Told]]:
-    sampler = Told()
-    return DataLoader(range(9), 2, sampler=sampler), [sampler]  # type: ignore[arg-type]
-
-
-def _of_batch_sampler() -> tuple[Any, list[Told]]:
-    inner = Told()
-    outer = Told(inner)
-    return DataLoader(range(9), batch_sampler=outer), [inner, outer]  # type: ignore[arg-type]
-
-
-def _of_keys() -> tuple[Any, list[Told]]:
-    sampler = Told()
-    return DataLoader(range(9), sampler=sampler, batch_size=None), [sampler]  # type: ignore[arg-type]
-
-
-def _of_stream() -> tuple[Any, list[Told]]:
-    dataset = ToldStream()
-    return DataLoader(dataset, 2), [dataset]
-
-
-def _of_no_loader() -> tuple[Any, list[Told]]:
-    inner = Told()
-    outer = Told(inner)
-    return outer, [inner, outer]
-
-
 @pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
-@pytest.mark.parametrize("make", [_of_sampler, _of_batch_sampler, _of_keys, _of_stream, _of_no_loader])
-def test_who_is_told_the_epoch_is_the_same_as_on_one_device(make: Any, batch_size_is: Any) -> None:
+@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "keys", "stream", "no loader"])
+def test_who_is_told_the_epoch_is_the_same_as_on_one_device(kind: str, batch_size_is: Any) -> None:
     # A batch sampler's own `set_epoch`, a dataset's and a loader's were called under ddp and never on one device
     # (another order of samples there); a sampler's was called twice.
     told = []
     for processed in (False, True):
-        loader, receivers = make()
+        inner, stream = Told(), ToldStream()
+        outer, samples = Told(inner), cast(Any, range(9))
+        loader: Any = {
+            "sampler": lambda: DataLoader(samples, 2, sampler=inner),  # noqa: B023
+            "batch sampler": lambda: DataLoader(samples, batch_sampler=outer),  # noqa: B023
+            "keys": lambda: DataLoader(samples, sampler=inner, batch_size=None),  # noqa: B023
+            "stream": lambda: DataLoader(stream, 2),  # noqa: B023
+            "no loader": lambda: outer,  # noqa: B023
+        }[kind]()
         own = rank_loaders(1, 2, batch_size_is).process(loader, "train") if processed else loader
         _set_sampler_epoch(own, 3)  # what Lightning calls before every epoch
-        told.append([receiver.epochs for receiver in receivers])
+        told.append([receiver.epochs for receiver in (inner, outer, stream)])
     assert told[0] == told[1]
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from distributed import run_ranks
-from regression import Net, Numbered, quiet_trainer, weights
+from regression import Net, Numbered, quiet_trainer, refusal, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 
 class Manual(Net):
@@ -81,12 +81,7 @@ def _update(parameter: Tensor) -> None:
 
 def _trained(num_ranks: int, strategy: Any, way: str) -> str | Tensor:
     module = (Noisy if "noise" in way else InBackward if "in backward" in way else Manual)(way)
-    trainer = quiet_trainer(strategy, num_ranks)
-    try:
-        trainer.fit(module, DataLoader(Numbered(16), 4))
-    except ConfigError as exc:
-        return str(exc)
-    return weights(module)
+    return refusal(quiet_trainer(strategy, num_ranks), module, DataLoader(Numbered(16), 4)) or weights(module)
 
 
 REFUSED = ("backward", "assigned", "written", "noise", "in backward")
@@ -143,11 +138,7 @@ class OwnLayers(Net):
 def _wrapped(way: str) -> str | Tensor:
     module = OwnLayers(way)
     trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_steps=0 if way == "values" else 1)
-    try:
-        trainer.fit(module, DataLoader(Numbered(16), 4))
-    except ConfigError as exc:
-        return str(exc)
-    return weights(module)
+    return refusal(trainer, module, DataLoader(Numbered(16), 4)) or weights(module)
 
 
 def _all_layers() -> list[Any]:

@@ -115,25 +115,3 @@ def test_only_a_group_with_nccl_is_aborted(monkeypatch: pytest.MonkeyPatch) -> N
     assert process_exit.nccl() == "backend"
     assert asked == ["cuda"]
     assert hasattr(dist.ProcessGroup, "_get_backend")
-
-
-def test_the_store_is_left_after_the_group_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(process_exit.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(process_exit.dist, "destroy_process_group", lambda: order.append("group"))
-    monkeypatch.setattr(process_exit, "leave_store", lambda: order.append("store"))
-    process_exit.leave_group()
-    assert order == ["group", "store"]
-
-
-@pytest.mark.parametrize(("timeout_s", "grace_s"), [(20.0, 20.0), (1800.0, 300.0)])
-def test_a_started_process_has_time_to_write_a_checkpoint(
-    timeout_s: float, grace_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
-    parent = type("Parent", (), {"pid": 1})()
-    monkeypatch.setattr(process_exit.multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr(process_exit, "die_with_parent", lambda pid: None)
-    monkeypatch.setattr(process_exit, "leave_in_time", lambda grace_s, _: given.append(grace_s))
-    process_exit.prepare_forked(timeout_s)
-    assert given == [grace_s]

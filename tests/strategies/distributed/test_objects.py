@@ -77,24 +77,3 @@ def test_objects_travel_as_cpu_tensors_and_small_ones_at_once() -> None:
     assert sent == sent_1
     assert {device for _, device, _ in sent} == {"cpu"}
     assert small == ["gather", "broadcast"] * 2
-
-
-def _sent_tensors() -> Any:
-    dist.init_process_group("gloo")
-    saves: list[int] = []
-    save = torch.save
-    torch.save = lambda *args, **kwargs: saves.append(1) or save(*args, **kwargs)  # pyright: ignore
-    kinds = {"number": torch.tensor(2.0), "flags": torch.tensor([True]), "turned": torch.arange(6).view(2, 3).t()}
-    states = [kinds | {"long": torch.arange(9000.0)}, kinds | {"half": torch.ones(2, dtype=torch.bfloat16)}]
-    for state in (kinds, states[0]):
-        for found in objects.gather_objects(state):
-            torch.testing.assert_close(found, state, rtol=0, atol=0)
-    before = len(saves)
-    torch.testing.assert_close(objects.gather_objects(states[1])[1], states[1], rtol=0, atol=0)
-    dist.destroy_process_group()
-    return before
-
-
-def test_tensors_travel_as_their_bytes() -> None:
-    # pickle has torch.save write each: ten times the time, and callbacks that count saves counted these
-    assert run_ranks(_sent_tensors, 2) == [0, 0]

@@ -1,24 +1,17 @@
 """How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
 
-import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import warm_python
-from torch.distributed import HashStore
 
 from evener.strategies.distributed import process_exit
-from evener.strategies.distributed import store as store_module
-from evener.strategies.distributed._heartbeat import RANK_FAILED
-from evener.strategies.distributed.process_exit import forking
-from evener.strategies.distributed.store import leave_store
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -76,54 +69,6 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names
-
-
-def test_the_stores_host_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, left = HashStore(), []
-    monkeypatch.setattr(store_module, "_STORES", {(0, 2): store})
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-
-    def leave_late() -> None:
-        time.sleep(0.3)
-        left.append("rank 1")
-        store.set("left/0/1", "")
-
-    other = threading.Thread(target=leave_late)
-    other.start()
-    leave_store()
-    left.append("host")
-    other.join()
-    assert left == ["rank 1", "host"]
-
-
-@pytest.mark.parametrize("why", ["a rank has failed", "nobody leaves", "the launcher hosts the store"])
-def test_the_stores_host_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(store_module, "_STORES", {(0, 2): HashStore()})
-    monkeypatch.setattr(store_module, "wait_for", lambda store, keys, timeout_s: waits.append(timeout_s))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(why == "the launcher hosts the store"))
-    try:
-        if why == "a rank has failed":
-            RANK_FAILED.set()
-        leave_store()
-    finally:
-        RANK_FAILED.clear()
-    assert waits == ([3.0] if why == "nobody leaves" else [])
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_was_kept_out_of_collections_before_a_fork_stays_so(frozen: bool) -> None:
-    # the block gave back all that was frozen, what the command had frozen before included
-    before = gc.get_freeze_count()
-    gc.unfreeze()
-    try:
-        if frozen:
-            gc.freeze()
-        with forking():
-            assert gc.get_freeze_count() > 0
-        assert (gc.get_freeze_count() > 0) is frozen
-    finally:
-        gc.freeze() if before else gc.unfreeze()
 
 
 def _hears_of_a_closed_terminal() -> None:

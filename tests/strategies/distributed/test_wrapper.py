@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.utils.data import DataLoader
 
 from evener.strategies import (
@@ -136,7 +138,40 @@ class Editing(Net):
             parameter.grad.data = parameter.grad.data / (1 + parameter.grad.data.norm())
 
 
+class Sparse(Net):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 1, sparse=True).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.words(batch[2] % 4).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Hook(pl.Callback):
+    """Registers a communication hook of its own."""
+
+    num_called = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wrapper: Any = trainer.strategy.model
+        wrapper.register_comm_hook(self, _own_hook)
+
+
+def _own_hook(hook: Hook, bucket: dist.GradBucket) -> Future[Tensor]:
+    hook.num_called += 1
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    "plain": (Net, {}),
+    "sparse": (Sparse, {}),
     "thawing": (Thawing, {}),
     "thawing, accumulated": (Thawing, {"accumulate_grad_batches": 2}),
     "growing": (Growing, {}),
@@ -151,10 +186,10 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
 }
 
 
-def trained(case: str, strategy: Any, devices: int) -> Tensor:
+def trained(case: str, strategy: Any, devices: int, **more: Any) -> Tensor:
     cls, options = CASES[case]
     module = cls()
-    quiet_trainer(strategy, devices, **options).fit(module, DataLoader(Numbered(), 6))
+    quiet_trainer(strategy, devices, **options, **more).fit(module, DataLoader(Numbered(), 6))
     if isinstance(module, TogglingLate):  # the wrapper gave the other layer gradients of zeros
         assert module.with_gradient[:2] == [["net.0.weight", "net.0.bias"], [n for n, _ in module.named_parameters()]]
     return nn.utils.parameters_to_vector(module.parameters()).detach()
@@ -172,6 +207,9 @@ def _train_all() -> dict[Any, Any]:
     # torch's wrapper lost the gradients that a hook had replaced in its buckets
     views = DDPStrategy(batch_size_is="global", gradient_as_bucket_view=True, timeout_s=120)
     found["editing", "views of buckets"] = trained("editing", views, 2)
+    own, hook = DDPStrategy(batch_size_is="global", timeout_s=120), Hook()
+    found["plain", "own hook"] = trained("plain", own, 2, callbacks=[hook])
+    assert hook.num_called == 8  # a bucket in each step
     for module in (Late(), Toggling()):
         try:
             strategy = DDPStrategy(timeout_s=120, find_unused_parameters=False)

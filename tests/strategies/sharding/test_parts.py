@@ -18,12 +18,9 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_tied_parts_batchnorm_and_lists_of_parameters_stay_with_the_root() -> None:
+def test_tied_parts_batchnorm_lists_of_parameters_and_small_parts_stay_with_the_root() -> None:
     assert automatic_parts(Tied(), ["embed", "body", "norm", "scales", "head"]) == ["body"]
-
-
-def test_a_part_below_a_hundredth_of_the_module_stays_with_the_root() -> None:
-    module = nn.Sequential(nn.Linear(100, 100), nn.Linear(1, 1), nn.Linear(100, 10))
+    module = nn.Sequential(nn.Linear(100, 100), nn.Linear(1, 1), nn.Linear(100, 10))  # below a hundredth
     assert automatic_parts(module, ["0", "1", "2"]) == ["0", "2"]
 
 

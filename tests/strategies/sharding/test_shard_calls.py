@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributed import RankError, run_ranks, run_script
 from pytorch_lightning.utilities import grad_norm
-from regression import Net, Numbered, quiet_trainer, weights, whole
+from regression import Net, Numbered, quiet_trainer, refusal, weights, whole
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
@@ -297,11 +297,7 @@ class OnFirstRank(Net):
 
 def _on_first_rank(folder: Path | None) -> str:
     module = OnFirstRank(None if folder is None else SummaryWriter(str(folder)))
-    try:
-        quiet_trainer(FSDPStrategy(timeout_s=60 if folder else 8), 2).fit(module, DataLoader(Numbered(12), 2))
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(quiet_trainer(FSDPStrategy(timeout_s=60 if folder else 8), 2), module, DataLoader(Numbered(12), 2))
 
 
 def test_a_norm_that_one_rank_asks_for_alone_is_named_when_it_has_waited_for_the_others() -> None:

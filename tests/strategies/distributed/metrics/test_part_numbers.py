@@ -121,43 +121,6 @@ def test_a_number_that_may_be_the_value_of_one_sample_is_refused() -> None:
         assert "MeanMetric was given one value per sample on a rank, but a number on another" in str(rank)
 
 
-class GivesNumber(Net):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.metric: Any = getattr(tm, name)() if name != "RunningSum" else tm.RunningSum(3)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.metric(self.net(batch[0]).sum())
-
-
-def _fit_number(name: str) -> None:
-    trainer = quiet_trainer(STRATEGIES["global"](), 2)
-    loader = DataLoader(Numbered(8), 4)
-    trainer.fit(GivesNumber(name), loader, loader)
-
-
-@pytest.mark.parametrize("name", ["MaxMetric", "MinMetric", "SumMetric", "CatMetric", "RunningSum"])
-def test_numbers_of_parts_from_which_the_batchs_is_not_known_are_refused_before_training(name: str) -> None:
-    said = "SumMetric" if name == "RunningSum" else name
-    for rank in run_ranks_unchecked(_fit_number, 2, name):
-        assert f"{said} was given one number for the samples that this rank has of a batch" in str(rank)
-        assert "_run_sanity_check" in str(rank)
-
-
-def _keeps_methods() -> tuple[bool, bool, float]:
-    before = tm.MeanMetric.update
-    trainer = quiet_trainer(STRATEGIES["global"](), 2)
-    module = Aggregates(squeezes=True)
-    trainer.validate(module, DataLoader(Numbered(9), 4), verbose=False)
-    mean = tm.MeanMetric()
-    mean.update(2.0)
-    return tm.MeanMetric.update is before, "update" in vars(module.of["validated"]), mean.weight.item()
-
-
-def test_metrics_have_their_own_methods_after_a_run() -> None:
-    assert run_ranks(_keeps_methods, 2) == [(True, True, 1.0)] * 2
-
-
 class CountsEach(Net):
     """Gives numbers to metrics in steps that a rank may run in chunks or micro-batches."""
 
@@ -250,12 +213,13 @@ def test_what_hooks_give_on_all_ranks_alike_counts_once(strategy: str) -> None:
 
 
 class GivesItsOwn(Net):
-    """Gives an aggregator what a rank has computed of its samples, or what may be that."""
+    """Gives an aggregator what a rank has computed of its samples, or what may be that: in steps or in a hook."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, in_steps: bool) -> None:
         super().__init__()
-        self.name = name
-        self.metric: Any = getattr(tm, name.partition(" ")[0])()
+        self.name, self.in_steps = name, in_steps
+        made = getattr(tm, name.partition(" ")[0])
+        self.metric: Any = made(3) if name == "RunningSum" else made()
         self.losses = list[float]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -263,17 +227,30 @@ class GivesItsOwn(Net):
         self.losses.append(loss.item())
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.in_steps:
+            self.metric(self.net(batch[0]).sum())
+
     def on_train_epoch_end(self) -> None:
         self.metric.update(len(self.losses) if "count" in self.name else sum(self.losses))
         self.metric.compute()
 
 
-def _fit_own(name: str) -> None:
-    quiet_trainer(STRATEGIES["global"](), 2).fit(GivesItsOwn(name), DataLoader(Numbered(8), 4))
+def _fit_own(name: str, in_steps: bool) -> None:
+    loader = DataLoader(Numbered(8), 4)
+    quiet_trainer(STRATEGIES["global"](), 2).fit(GivesItsOwn(name, in_steps), loader, loader)
+
+
+@pytest.mark.parametrize("name", ["MaxMetric", "MinMetric", "SumMetric", "CatMetric", "RunningSum"])
+def test_numbers_of_parts_from_which_the_batchs_is_not_known_are_refused_before_training(name: str) -> None:
+    said = "SumMetric" if name == "RunningSum" else name
+    for rank in run_ranks_unchecked(_fit_own, 2, name, True):
+        assert f"{said} was given one number for the samples that this rank has of a batch" in str(rank)
+        assert "_run_sanity_check" in str(rank)
 
 
 @pytest.mark.parametrize("name", ["MeanMetric", "MaxMetric", "SumMetric", "CatMetric", "SumMetric of a count"])
 def test_what_hooks_give_of_a_ranks_own_samples_is_refused(name: str) -> None:
     told = "ranks have the same whole numbers" if "count" in name else "ranks have different numbers"
-    for rank in run_ranks_unchecked(_fit_own, 2, name):
+    for rank in run_ranks_unchecked(_fit_own, 2, name, False):
         assert f"{name.partition(' ')[0]} was given numbers by a hook, outside of a step, and {told}" in str(rank)

@@ -6,35 +6,13 @@ import pytest
 import torch
 import torchmetrics
 from distributed import run_ranks, run_ranks_unchecked
-from pytorch_lightning.loggers import Logger
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, Points, quiet_trainer
 from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.wrappers import Running
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, SingleDeviceStrategy
-
-
-class Kept(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[dict[str, float]] = []
-
-    @property
-    def name(self) -> str:
-        return "kept"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.logged.append({name: float(value) for name, value in metrics.items() if name != "epoch"})
 
 
 class Spread(torchmetrics.Metric):
@@ -91,12 +69,16 @@ class Logs(Net):
 
 
 def _fit(num: int, num_ranks: int, weights: tuple[int, ...] = (1, 1)) -> Any:
-    module, logger = Logs(), Kept()
+    module, logger = Logs(), Points()
     strategy = BalancedDDPStrategy(weights=weights, timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
     options: dict[str, Any] = {"max_epochs": 1, "logger": logger, "log_every_n_steps": 1}
     trainer = quiet_trainer(strategy, num_ranks, num_sanity_val_steps=0, **options)
     trainer.fit(module, DataLoader(Numbered(num), 4), DataLoader(Numbered(num), 4))
-    return module.seen, logger.logged, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return (
+        module.seen,
+        [values for _, values in logger.points],
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+    )
 
 
 @pytest.mark.parametrize(("num", "weights"), [(11, (1, 1)), (10, (1, 5))])
@@ -145,9 +127,12 @@ def test_a_value_that_a_rank_can_not_compute_matters_only_if_it_is_used() -> Non
 
 
 class EachDevice(Net):
+    """Logs a metric by steps, and calls one for an epoch's value only."""
+
     def __init__(self) -> None:
         super().__init__()
         self.spread = Spread().set_dtype(torch.float64)
+        self.error = MeanAbsoluteError()
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -158,45 +143,23 @@ class EachDevice(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(self.trainer.callback_metrics["spread_step"]))
 
-
-def _fit_two_devices_each(num_ranks: int) -> list[float]:
-    module: Any = EachDevice()
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=120, devices_per_process=2)
-    trainer = quiet_trainer(strategy if num_ranks > 1 else SingleDeviceStrategy(), 2 * num_ranks - num_ranks % 2)
-    trainer.fit(module, DataLoader(Numbered(11), 4))
-    return module.seen
-
-
-def test_step_values_of_ranks_with_two_devices_each_are_those_of_the_global_batch() -> None:
-    expected = _fit_two_devices_each(1)
-    for found in run_ranks(_fit_two_devices_each, 2, 2):
-        assert found == pytest.approx(expected, abs=1e-10)
-
-
-class Forwards(Net):
-    """Calls its metric, for an epoch's value only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = MeanAbsoluteError()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
         self.error(self.net(x), y)
         self.log("error", self.error, on_step=False, on_epoch=True)
 
 
-def _validate_forwards(strategy: Any, devices: int) -> float:
-    trainer = quiet_trainer(strategy, devices)
-    return trainer.validate(Forwards(), DataLoader(Numbered(9), 4), verbose=False)[0]["error"]
+def _fit_two_devices_each(num_ranks: int) -> list[float]:
+    module: Any = EachDevice()
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=120, devices_per_process=2)
+    trainer = quiet_trainer(strategy if num_ranks > 1 else SingleDeviceStrategy(), 2 * num_ranks - num_ranks % 2)
+    (validated,) = trainer.validate(module, DataLoader(Numbered(9), 4), verbose=False)
+    trainer.fit(module, DataLoader(Numbered(11), 4))
+    return [*module.seen, validated["error"]]
 
 
-def _validate_two_devices_each() -> float:
-    return _validate_forwards(DDPStrategy(batch_size_is="global", timeout_s=30, devices_per_process=2), 4)
-
-
-def test_ranks_with_two_devices_each_call_a_metric_in_unequal_numbers_of_batches() -> None:
-    """The last batch has one sample, and its rank asked the other for its part of the value of the step."""
-    expected = _validate_forwards(SingleDeviceStrategy(), 1)
-    for found in run_ranks(_validate_two_devices_each, 2):
-        assert found == pytest.approx(expected, abs=1e-6)  # the metric counts in float32
+def test_metrics_of_ranks_with_two_devices_each_are_those_of_the_global_batch() -> None:
+    # of 9 samples the last batch has one, and its rank asked the other for its part of the value of the step
+    expected = _fit_two_devices_each(1)
+    for found in run_ranks(_fit_two_devices_each, 2, 2):
+        assert found == pytest.approx(expected, abs=1e-6)  # the error is counted in float32

@@ -16,6 +16,7 @@ import torch
 from distributed import run_script
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.tuner import Tuner
+from regression import assert_same
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -147,29 +148,11 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def assert_same(ours: Any, single: Any, place: str) -> None:
-    """Numbers may differ in their last digits, nothing else may."""
-    if isinstance(single, dict):
-        assert ours.keys() == single.keys(), place
-        for key in single:
-            assert_same(ours[key], single[key], f"{place}.{key}")
-    elif isinstance(single, (list, tuple)):
-        assert len(ours) == len(single), place
-        for i, pair in enumerate(zip(ours, single, strict=True)):
-            assert_same(*pair, f"{place}.{i}")
-    elif isinstance(single, (float, torch.Tensor)):
-        torch.testing.assert_close(ours, single, rtol=0, atol=1e-10, msg=lambda text: f"{place}: {text}")
-    else:
-        assert ours == single, place
-
-
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> None:
     # After fsdp the script's module had rank 0's shards, with which neither it nor the trainer could go on.
     ours, single = (run_script(script, name, tmp_path / name) for name in (strategy, "single"))
-    assert ours.keys() == single.keys()
-    for name in single:
-        assert_same(ours[name], single[name], name)
+    assert_same(ours, single, 1e-10)
     assert single["progress"][:2] == (6, 2)
     assert single["batches"] == {  # 9 samples in batches of 4, twice
         "num_training_batches": 3, "num_sanity_val_batches": [2], "num_val_batches": [3], "num_test_batches": [],
@@ -338,5 +321,5 @@ def tune(strategy: str, folder: Path) -> dict[str, Any]:
 
 def test_a_tuner_finds_in_a_script_what_it_finds_on_one_device(tmp_path: Path) -> None:
     ours, single = (run_script(tune, name, tmp_path / name) for name in ("ddp", "single"))
-    assert_same(ours, single, "tuned")
+    assert_same(ours, single, 1e-10)
     assert single["trained"] == 6
