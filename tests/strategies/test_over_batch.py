@@ -1,7 +1,7 @@
 """`evener.over_batch`: a loss over the batch is one device's under every strategy. The losses are those of the docs."""
 
+import functools
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F  # as the docs write it
 from distributed import run_ranks
-from regression import whole
+from regression import quiet_trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +27,6 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.trainer import Trainer
 
 PAGE = Path(__file__).parents[2] / "docs" / "over_batch.md"
 FEATURES, CLASSES = 4, 3
@@ -112,14 +111,9 @@ def _fit(kind: type[Base], strategy: Any, devices: int = 1, **options: Any) -> F
     """Weights and logged values after batches of 9, 9 and 2 samples."""
     torch.manual_seed(3)
     module = kind().double()
-    trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy, devices, max_epochs=1, num_sanity_val_steps=0, **options)
     trainer.fit(module, _loader(20), _loader(18))
-    return torch.cat([whole(parameter.detach()).flatten() for parameter in module.parameters()]), {
-        key: float(value) for key, value in trainer.callback_metrics.items()
-    }
+    return weights(module), {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 
 def _verify(found: Fitted, expected: Fitted) -> None:
@@ -127,14 +121,9 @@ def _verify(found: Fitted, expected: Fitted) -> None:
     assert found[1] == pytest.approx(expected[1], abs=EXACT)
 
 
-_EXPECTED: dict[Any, Fitted] = {}
-
-
+@functools.cache
 def _on_one_device(kind: type[Base], **options: Any) -> Fitted:
-    key = (kind, *options.items())
-    if key not in _EXPECTED:
-        _EXPECTED[key] = _fit(kind, SingleDeviceStrategy(), **options)
-    return _EXPECTED[key]
+    return _fit(kind, SingleDeviceStrategy(), **options)
 
 
 IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
@@ -164,48 +153,31 @@ RANKS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-def _fit_all(strategy: str, devices: int, **options: Any) -> dict[str, Fitted]:
-    warnings.simplefilter("ignore")  # Lightning's advice; an error would end the rank
-    made = {**MODULES, **ENDING}
+ACCUMULATED = {"accumulate_grad_batches": 2}
+
+
+def _fit_all(strategy: str, devices: int, options: dict[str, Any]) -> dict[str, Fitted]:
+    made = {"CLIP": MODULES["CLIP"]} if options else {**MODULES, **ENDING}
     return {name: _fit(kind, RANKS[strategy][0](), devices, **options) for name, kind in made.items()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", RANKS)
-def test_losses_over_the_batch_train_under_ranks_as_on_one_device(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"), [*((one, {}) for one in RANKS), ("ddp", ACCUMULATED), ("fsdp", ACCUMULATED)]
+)
+def test_losses_over_the_batch_train_under_ranks_as_on_one_device(strategy: str, options: dict[str, Any]) -> None:
     num = RANKS[strategy][1]
-    for of_a_rank in run_ranks(_fit_all, num, strategy, num * (2 if "_of_" in strategy else 1)):
+    for of_a_rank in run_ranks(_fit_all, num, strategy, num * (2 if "_of_" in strategy else 1), options):
         for name, fitted in of_a_rank.items():
-            expected = _on_one_device(ENDING.get(name) or MODULES[name])
+            expected = _on_one_device(ENDING.get(name) or MODULES[name], **options)
             torch.testing.assert_close(fitted[0], expected[0], rtol=0, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
             assert fitted[1].get("val") == pytest.approx(expected[1].get("val"), abs=EXACT), name
 
 
-ACCUMULATING: dict[str, tuple[Callable[[], Any], int]] = {
-    name: IN_ONE_PROCESS[name] for name in ("balanced_dp", "micro_batches")
-}
-
-
-@pytest.mark.parametrize("strategy", ACCUMULATING)
+@pytest.mark.parametrize("strategy", ["balanced_dp", "micro_batches"])
 def test_each_forward_pass_has_its_own_batch_under_accumulation(strategy: str) -> None:
-    make, devices = ACCUMULATING[strategy]
-    options = {"accumulate_grad_batches": 2}
-    _verify(_fit(MODULES["CLIP"], make(), devices, **options), _on_one_device(MODULES["CLIP"], **options))
-
-
-def _fit_some(options: dict[str, Any]) -> list[Fitted]:
-    warnings.simplefilter("ignore")
-    made = (DDPStrategy(batch_size_is="global"), FSDPStrategy(batch_size_is="global"))
-    return [_fit(MODULES["CLIP"], strategy, 3, **options) for strategy in made]
-
-
-@pytest.mark.long
-def test_each_forward_pass_has_its_own_batch_under_accumulation_of_ranks() -> None:
-    options = {"accumulate_grad_batches": 2}
-    for of_a_rank in run_ranks(_fit_some, 3, options):
-        for weights, _ in of_a_rank:
-            expected = _on_one_device(MODULES["CLIP"], **options)[0]
-            torch.testing.assert_close(weights, expected, rtol=0, atol=EXACT)
+    make, devices = IN_ONE_PROCESS[strategy]
+    _verify(_fit(MODULES["CLIP"], make(), devices, **ACCUMULATED), _on_one_device(MODULES["CLIP"], **ACCUMULATED))
 
 
 class WeighedByTokens(Base):
@@ -273,12 +245,8 @@ def test_outside_of_strategies_the_function_is_called_as_it_is() -> None:
 
 
 def _evaluate(strategy: Any, devices: int) -> float:
-    warnings.simplefilter("ignore")
     torch.manual_seed(1)
-    trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy, devices)
     (found,) = trainer.validate(MODULES["CLIP"]().double(), _loader(11), verbose=False)  # batches of 9 and 2 samples
     return sum(found.values())
 

@@ -60,19 +60,6 @@ def _step(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallelStrategy,
-        lambda: BalancedDataParallelStrategy(weights=[0, 1]),
-        lambda: ModelParallelStrategy(num_microbatches=2),
-    ],
-)
-def test_hooks_on_parameters_equal_one_device(strategy: Any) -> None:
-    case = Case(Masked, num=22, trainer={"accumulate_grad_batches": 2})
-    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
-
-
 class Nonlinear(Net):
     """Clamps a gradient, collects one that it uses later, and writes to another in place; adds a hook later."""
 
@@ -94,21 +81,6 @@ class Nonlinear(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallelStrategy,
-        lambda: BalancedDataParallelStrategy(weights=[0, 1]),
-        lambda: BalancedDataParallelStrategy(weights=[1, 2]),
-        lambda: ModelParallelStrategy(num_microbatches=2),
-    ],
-)
-def test_hooks_of_one_process_see_the_gradient_of_the_whole_batch(strategy: Any) -> None:
-    # Under dp they saw each replica's: a hook that collects gradients had those of the first chunk, and of the others.
-    case = Case(Nonlinear, num=22, trainer={"accumulate_grad_batches": 2})
-    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
 
 
 class Scaled(Regression):
@@ -195,10 +167,20 @@ class OwnBackward(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: BalancedDataParallelStrategy(weights=[1, 2])])
-def test_a_modules_own_backward_finds_the_gradients_of_all_replicas(strategy: Any) -> None:
-    case = Case(OwnBackward, num=22)
-    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
+IN_ONE_PROCESS: dict[str, Any] = {
+    "dp": DataParallelStrategy,
+    "one device": lambda: BalancedDataParallelStrategy(weights=[0, 1]),
+    "unequal": lambda: BalancedDataParallelStrategy(weights=[1, 2]),
+    "micro-batches": lambda: ModelParallelStrategy(num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("strategy", IN_ONE_PROCESS)
+@pytest.mark.parametrize("module", [Masked, Nonlinear, OwnBackward])
+def test_gradients_of_one_process_are_the_whole_batchs_to_hooks(module: type[Net], strategy: str) -> None:
+    # Under dp they saw each replica's: a hook that collects gradients had those of the first chunk, and of the others.
+    case = Case(module, num=22, trainer={} if module is OwnBackward else {"accumulate_grad_batches": 2})
+    assert_equal(run(case, IN_ONE_PROCESS[strategy](), devices=2), baseline(case), 1e-10)
 
 
 HOOKS: dict[str, Any] = {

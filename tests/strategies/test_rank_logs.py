@@ -1,7 +1,6 @@
 """What ranks log equals what one device logs: weighted losses, ranks without samples, hooks around the step."""
 
 import functools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
-from pytorch_lightning.loggers.logger import DummyLogger
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, Points, quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
@@ -23,7 +21,6 @@ from evener.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
 )
-from evener.trainer import Trainer
 
 PLANS: dict[str, tuple[int, Any]] = {
     "ddp": (2, lambda **options: DDPStrategy(batch_size_is="global", **options)),
@@ -74,10 +71,7 @@ class Tokens(pl.LightningModule):
 def fit(
     module: Any, strategy: Any, devices: int, num: int, batch_size: int, ckpt_path: str | None = None, **options: Any
 ) -> Any:
-    warnings.simplefilter("ignore")
-    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {**quiet, "enable_checkpointing": False, "max_epochs": 2, **options}
-    trainer = Trainer(strategy=strategy, devices=devices, accelerator="cpu", **given)
+    trainer = quiet_trainer(strategy, devices, **options)
     trainer.fit(module, DataLoader(Samples(num, as_tuple), batch_size), ckpt_path=ckpt_path)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
 
@@ -95,27 +89,6 @@ def assert_same(found: Any, expected: Any) -> None:
         assert step == pytest.approx(expected_step, rel=2e-7)
 
 
-def _fit_tokens(plan: str, num: int, batch_size: int, options: Any) -> Any:
-    devices, strategy = PLANS[plan]
-    return fit(Tokens(), strategy(timeout_s=120), devices, num, batch_size, **options)
-
-
-@pytest.mark.parametrize(
-    ("plan", "num", "options"),
-    [
-        *((plan, 17, {}) for plan in PLANS),
-        ("ddp", 21, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
-        ("replicas", 21, {"accumulate_grad_batches": 2}),
-    ],
-)
-def test_what_is_logged_is_one_devices(plan: str, num: int, options: Any) -> None:
-    # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype, so
-    # that ranks waited for each other; values logged after the step counted its stand-in's samples, and were not
-    # weighted by ranks' samples at all.
-    for found in run_ranks(_fit_tokens, 2, plan, num, 4, options):
-        assert_same(found, on_one_device(Tokens, num, **options))
-
-
 class Labels(Tokens):
     """A mean over valid labels: by chance they are all that a rank has, in some batches and not in others."""
 
@@ -130,18 +103,6 @@ class Labels(Tokens):
         self.log("counted", loss, **both)
         self.log("sum_epoch", num.double(), batch_size=4, reduce_fx="sum", on_step=False, on_epoch=True)
         return {"loss": loss, "loss_weight": num}
-
-
-def _fit_labels(plan: str, lean: bool) -> Any:
-    devices, strategy = PLANS[plan]
-    return fit(Labels(), strategy(timeout_s=120), devices, 17, 4, lean=lean)
-
-
-@pytest.mark.parametrize(("plan", "lean"), [*((plan, True) for plan in PLANS), ("ddp", False)])
-def test_a_loss_logged_with_the_number_it_is_a_mean_over_counts_by_that_number(plan: str, lean: bool) -> None:
-    # Where it was as large as the rank's part of the batch, it was taken for the number of samples.
-    for found in run_ranks(_fit_labels, 2, plan, lean):
-        assert_same(found, on_one_device(Labels, 17))
 
 
 def _fit_and_save(path: str) -> None:
@@ -182,17 +143,6 @@ class LogsBetween(Searching):
         self.log("hook", 1.0)
 
 
-def _fit_searching(module: type[Searching]) -> Any:
-    return fit(module(), DDPStrategy(batch_size_is="global", timeout_s=120), 2, 17, 4)
-
-
-@pytest.mark.parametrize("module", [Searching, LogsBetween])
-def test_every_call_of_a_closure_logs_one_devices_loss(module: type[Searching]) -> None:
-    """Only the loss of the last call had the module's `loss_weight`; the epoch's mean is over all calls."""
-    for found in run_ranks(_fit_searching, 2, module):
-        assert_same(found, on_one_device(module, 17))
-
-
 class BeforeBackward(Tokens):
     """Logs the loss that `on_before_backward` is given."""
 
@@ -203,16 +153,37 @@ class BeforeBackward(Tokens):
         self.log("given", loss, on_step=True, on_epoch=True, sync_dist=True)
 
 
-def _fit_before_backward(plan: str, lean: bool) -> Any:
+def _fit_module(module: type[Tokens], plan: str, num: int, options: dict[str, Any]) -> Any:
     devices, strategy = PLANS[plan]
-    return fit(BeforeBackward(), strategy(timeout_s=120), devices, 17, 4, lean=lean)
+    return fit(module(), strategy(timeout_s=120), devices, num, 4, **options)
 
 
-@pytest.mark.parametrize(("plan", "lean"), [("ddp", True), ("ddp", False), ("weights", True), ("stages", True)])
-def test_a_hook_before_backward_is_given_the_mean_over_this_ranks_samples(plan: str, lean: bool) -> None:
-    """It was given that mean times this rank's share, by which `self.log` weighs once more."""
-    for found in run_ranks(_fit_before_backward, 2, plan, lean):
-        assert_same(found, on_one_device(BeforeBackward, 17))
+STOCK = {"lean": False}
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "num", "options"),
+    [
+        # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype,
+        # so that ranks waited for each other; values logged after the step counted its stand-in's samples, and were
+        # not weighted by ranks' samples at all.
+        *((Tokens, plan, 17, {}) for plan in PLANS),
+        (Tokens, "ddp", 21, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
+        (Tokens, "replicas", 21, {"accumulate_grad_batches": 2}),
+        # A number of labels as large as the rank's part of the batch was taken for the number of samples.
+        *((Labels, plan, 17, options) for plan, options in (*((plan, {}) for plan in PLANS), ("ddp", STOCK))),
+        # Only the loss of a closure's last call had the module's `loss_weight`; the epoch's mean is over all calls.
+        (Searching, "ddp", 17, {}),
+        (LogsBetween, "ddp", 17, {}),
+        # The hook was given the mean times the rank's share, by which `self.log` weighs once more.
+        *((BeforeBackward, plan, 17, {}) for plan in ("ddp", "weights", "stages")),
+        (BeforeBackward, "ddp", 17, STOCK),
+    ],
+)
+def test_what_is_logged_is_one_devices(module: type[Tokens], plan: str, num: int, options: dict[str, Any]) -> None:
+    expected = on_one_device(module, num, **({} if options == STOCK else options))
+    for found in run_ranks(_fit_module, 2, module, plan, num, options):
+        assert_same(found, expected)
 
 
 class Own(Tokens):
@@ -249,14 +220,10 @@ def _fit_own(strategy: Any, devices: int, folder: str) -> Any:
     return found, None if best.best_model_score is None else float(best.best_model_score), best.best_model_path
 
 
-def _fit_own_on_ranks(folder: str) -> Any:
-    return _fit_own(BalancedDDPStrategy([1, 3], timeout_s=120), 2, folder)
-
-
 def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> None:
     # It showed 0.0, which a checkpoint that monitors the loss kept as the best.
     (epoch, steps), _, _ = _fit_own(SingleDeviceStrategy(), 1, str(tmp_path / "single"))
-    first, second = run_ranks(_fit_own_on_ranks, 2, str(tmp_path / "ranks"))
+    first, second = run_ranks(_fit_own, 2, BalancedDDPStrategy([1, 3], timeout_s=120), 2, str(tmp_path / "ranks"))
     for (found_epoch, found_steps), _, path in (first, second):
         last, expected = found_steps[-1], steps[-1]
         names = ("loss", "both_step", "number", "largest_step", "sum_step", "metric", "single_step", "bytes of single")
@@ -268,16 +235,6 @@ def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> 
     assert first[0][0]["sum_epoch"] == pytest.approx(
         sum(step["sum_step"] for step in first[0][1][:2]) + sum(step["sum_step"] for step in second[0][1])
     )
-
-
-class Steps(DummyLogger):
-    """Keeps what is logged of the steps of an evaluation."""
-
-    def __init__(self) -> None:
-        self.logged = list[dict[str, float]]()
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.logged.append({name: float(value) for name, value in metrics.items() if "_step" in name})
 
 
 class Loaders(Net):
@@ -297,14 +254,15 @@ class Loaders(Net):
 
 def _logged_indices(nums: tuple[int, ...], num_ranks: int) -> Any:
     strategy = DDPStrategy(timeout_s=60, batch_size_is="global") if num_ranks > 1 else SingleDeviceStrategy()
-    logger = Steps()
+    logger = Points()
     trainer = quiet_trainer(strategy, num_ranks, max_epochs=2, logger=logger)
     loaders = [DataLoader(Numbered(num), 2) for num in nums]
     module = Loaders()
     trainer.fit(module, DataLoader(Numbered(4), 2), loaders)
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if "index" in name}
     whole = trainer.validate(module, loaders, verbose=False)
-    return found, whole, [values for values in logger.logged if values]
+    steps = [{name: value for name, value in values.items() if "_step" in name} for _, values in logger.points]
+    return found, whole, [values for values in steps if values]
 
 
 @pytest.mark.parametrize("nums", [(4, 1), (1, 1), (4, 1, 4), (1, 4, 1)])
@@ -337,14 +295,10 @@ def _bar_of(strategy: Any, devices: int) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
 
-def _bar_of_uneven_ranks() -> dict[str, float]:
-    return _bar_of(BalancedDDPStrategy([1, 3], timeout_s=60), 2)
-
-
 def test_after_a_validation_the_bar_shows_the_last_global_batch() -> None:
     """It kept rank 0's own value, although `sync_dist=True` asked for the batch's."""
-    expected = _bar_of(SingleDeviceStrategy(), 1)
-    assert run_ranks(_bar_of_uneven_ranks, 2)[0] == pytest.approx(expected, rel=1e-10)
+    first, _ = run_ranks(_bar_of, 2, BalancedDDPStrategy([1, 3], timeout_s=60), 2)
+    assert first == pytest.approx(_bar_of(SingleDeviceStrategy(), 1), rel=1e-10)
 
 
 class Counts(Net):

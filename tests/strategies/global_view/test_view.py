@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -16,8 +15,8 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F  # as modules write it
 from distributed import run_ranks
+from regression import quiet_trainer, whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -33,14 +32,9 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.trainer import Trainer
 
 EXACT = 1e-10
 FEATURES, CLASSES = 5, 3
-
-
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _dice(z: Tensor, y: Tensor) -> Tensor:
@@ -72,12 +66,9 @@ LOSSES: dict[str, Any] = {
     "compiled": torch.compile(_dice, backend="aot_eager"),
     "written": _written,
     "hooked": F.cross_entropy,
+    "five": lambda z, y: (z[:5] - torch.ones(5, CLASSES)).pow(2).mean(),
     "noise": lambda z, y: (z + torch.randn_like(z) + torch.rand(z.shape)).pow(2).mean(),
 }
-
-
-MIXED = ["pairs"]
-"""Those whose parts differ, whatever the numbers are, and which no program of sums makes."""
 
 
 class Everything(pl.LightningModule):
@@ -114,16 +105,12 @@ class Everything(pl.LightningModule):
 
 
 def _fit(strategy: Any, devices: int, form: str, batch: int) -> dict[str, Tensor]:
-    warnings.simplefilter("ignore")  # Lightning's advice; an error would end the rank
     torch.set_default_dtype(torch.float64)
     pl.seed_everything(3, verbose=False)
     module = Everything(form)
     data = TensorDataset(torch.randn(21, FEATURES), torch.randint(0, CLASSES, (21,)))
     loaders = DataLoader(data, batch_size=batch, shuffle=True), DataLoader(data, batch_size=batch)
-    trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy, devices)
     trainer.fit(module, *loaders)
     numbers = {key: value.double() for key, value in trainer.callback_metrics.items()}
     return {key: whole(value).clone() for key, value in module.state_dict().items()} | numbers
@@ -135,15 +122,15 @@ def _train_all(strategy: Any, size_is: Any, batch: int) -> dict[str, dict[str, T
     return {form: _fit(one, num, form, batch) for form, one in zip(LOSSES, made, strict=True)}
 
 
-def _train_mixed(
-    strategy: Any, devices: int, batch: int, forms: Sequence[str] = MIXED
-) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+def _train(
+    strategy: Any, devices: int, batch: int, form: str = "pairs", word: str = "strategy.global_view"
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Train with a loss whose parts differ, whatever the numbers are; what that left, and what the log says of it."""
     told = list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
-    found = {form: _fit(strategy(), devices, form, batch) for form in forms}
-    return found, [line for line in told if "global_view" in line]
+    return _fit(strategy(), devices, form, batch), [line for line in told if word in line]
 
 
 @functools.cache
@@ -163,10 +150,7 @@ def expected(*forms: str) -> dict[str, dict[str, Tensor]]:
 )
 def test_every_form_trains_as_one_device_does(strategy: type, ranks: int, size_is: str, batch: int) -> None:
     for found in run_ranks(_train_all, ranks, strategy, size_is, batch):
-        for form, values in expected(*LOSSES).items():
-            assert found[form].keys() == values.keys()
-            for key, value in values.items():
-                torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+        torch.testing.assert_close(found, expected(*LOSSES), rtol=EXACT, atol=EXACT)
 
 
 def _ddp(strategy: Any = DDPStrategy, **options: Any) -> Any:
@@ -195,18 +179,12 @@ ON_RANKS = {
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(name: str) -> None:
     strategy, devices, batch, how = ON_RANKS[name]
-    for rank, (found, told) in enumerate(run_ranks(_train_mixed, 2, strategy, devices, batch)):
-        _verify_mixed(found)
-        assert len(told) == (len(MIXED) if rank == 0 else 0)
-        for line in told:
-            assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line)
-            assert line.endswith(f". So {how}; evener.over_batch(fn) is faster.")
-
-
-def _verify_mixed(found: Any) -> None:
-    for form, values in expected(*MIXED).items():
-        for key, value in values.items():
-            torch.testing.assert_close(found[form][key], value, rtol=EXACT, atol=EXACT, msg=f"{form}: {key}")
+    (first, [line]), (other, nothing) = run_ranks(_train, 2, strategy, devices, batch)
+    for found in (first, other):
+        torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
+    assert nothing == []
+    assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line)
+    assert line.endswith(f". So {how}; evener.over_batch(fn) is faster.")
 
 
 @pytest.mark.parametrize(
@@ -220,29 +198,20 @@ def _verify_mixed(found: Any) -> None:
     ],
 )
 def test_one_process_gives_it_whole_batches(strategy: Any, devices: int, how: str) -> None:
-    found, told = run_ranks(_train_mixed, 1, strategy, devices, 8)[0]
-    _verify_mixed(found)
-    told = [line for line in told if "training_step" in line]
-    assert len(told) == len(MIXED)
-    for line in told:
-        assert re.match(r"\w+: computed in chunks of 4, 3 and 1 samples, the gradient of .* differs .*%", line)
-        assert line.endswith(
-            f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
-        )
+    found, told = run_ranks(_train, 1, strategy, devices, 8)[0]
+    torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
+    [line] = [line for line in told if "training_step" in line]
+    assert re.match(r"\w+: computed in chunks of 4, 3 and 1 samples, the gradient of .* differs .*%", line)
+    assert line.endswith(
+        f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
+    )
 
 
 def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_line_names_its_error() -> None:
     # one that fails on its rank, whatever its samples are, ends the run: test_launcher.py, test_notebook.py
-    (expected, _), *_ = run_ranks(_train_five, 1, SingleDeviceStrategy, 1)
-    (found, told), *_ = run_ranks(_train_five, 2, ON_RANKS["ddp"][0], 2)
-    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
-    assert len(told) == 1
-    assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(3\)", told[0])
-
-
-def _train_five(strategy: Any, devices: int) -> Any:
-    LOSSES["five"] = lambda z, y: (z[:5] - torch.ones(5, CLASSES)).pow(2).mean()
-    return _train_mixed(strategy, devices, 8, ["five"])
+    (found, [line]), *_ = run_ranks(_train, 2, ON_RANKS["ddp"][0], 2, 8, "five")
+    torch.testing.assert_close(found, expected("five")["five"], rtol=EXACT, atol=EXACT)
+    assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(3\)", line)
 
 
 def _references(forms: Sequence[str]) -> dict[str, dict[str, Tensor]]:
@@ -250,22 +219,19 @@ def _references(forms: Sequence[str]) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("kind", "options"),
     [
-        ("shard_optimizer", True), ("compression", "fp16"), ("recompute", "always"), ("sync_batchnorm", True),
-        ("devices_per_process", 2),
+        *((DDPStrategy, {"shard_optimizer": True}), (DDPStrategy, {"compression": "fp16"})),
+        *((DDPStrategy, {"recompute": "always"}), (DDPStrategy, {"sync_batchnorm": True})),
+        (DDPStrategy, {"devices_per_process": 2}),
+        # those of stages told to leave out `devices_per_process`, which nobody had given
+        *((one, {}) for one in (BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy)),
     ],
-)  # fmt: skip
-def test_options_that_it_has_no_use_for_are_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^ddp: global_view=true .*\. Leave out {option}\.$"):
-        DDPStrategy(global_view=True, **{option: value})
-
-
-@pytest.mark.parametrize("other", [BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy])
-def test_strategies_that_compute_otherwise_refuse_it(other: type[DDPStrategy]) -> None:
-    # those of stages told to leave out `devices_per_process`, which nobody had given
-    with pytest.raises(ConfigError, match=rf"^{other.strategy_name}: global_view=true .* Leave out global_view\.$"):
-        other(global_view=True)
+)
+def test_what_it_has_no_use_for_is_refused_by_name(kind: type[DDPStrategy], options: dict[str, Any]) -> None:
+    out = next(iter(options), "global_view")
+    with pytest.raises(ConfigError, match=rf"^{kind.strategy_name}: global_view=true .*\. Leave out {out}\.$"):
+        kind(global_view=True, **options)
 
 
 def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
@@ -280,46 +246,24 @@ def _told_of_pairs() -> str:
 
 
 def test_the_log_tells_what_was_computed_on_all_rows_and_what_that_took() -> None:
-    first, other = run_ranks(_told_at_the_end, 2)
+    (_, first), (_, other) = run_ranks(_train, 2, _ddp(global_view=True), 2, 8, "masked", "global view:")
     assert not other
     assert re.fullmatch(r"global view: .*\bindex \(\d+×, \S+ MB, \S+ ms/step\).*", first[-1])
 
 
-def _told_at_the_end() -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
-    _fit(DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60), 2, "masked", 8)
-    return told
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_batches_that_it_can_not_join_are_refused_with_the_remedy(is_stream: bool) -> None:
+    assert run_ranks(_refused, 2, is_stream) == [0, 0]
 
 
-NO_INDICES = r"^global_view joins a loader's batches by indices, which this one lacks\. Set batch_size_is=global"
-REFUSED = {
-    "stream": NO_INDICES,
-    "whole batches": NO_INDICES,
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_it_cant_see_or_join_is_refused_with_the_remedy(what: str) -> None:
-    assert run_ranks(_refused, 2, what) == [0, 0]
-
-
-def _refused(what: str) -> int:
-    warnings.simplefilter("ignore")
+def _refused(is_stream: bool) -> int:
     torch.set_default_dtype(torch.float64)
     module, data = Everything("mean"), TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
-    given: Any = list(DataLoader(data, 4)) if what == "stream" else DataLoader(data, 4)
-    if what == "whole batches":
-        batches: Any = [data[:4], data[4:]]
-        given = DataLoader(batches, batch_size=None)
-    trainer = Trainer(
-        strategy=DDPStrategy(global_view=True, timeout_s=60), devices=2, accelerator="cpu", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=REFUSED[what]):
-        trainer.fit(module, given)
+    batches: Any = [data[:4], data[4:]]
+    trainer = quiet_trainer(DDPStrategy(global_view=True, timeout_s=60), 2)
+    told = r"^global_view joins a loader's batches by indices, which this one lacks\. Set batch_size_is=global"
+    with pytest.raises(ConfigError, match=told):
+        trainer.fit(module, batches if is_stream else DataLoader(batches, batch_size=None))
     return trainer.global_step
 
 
@@ -364,16 +308,11 @@ def test_what_a_step_writes_to_a_batch_is_there_when_it_is_read_again() -> None:
 
 
 def _written_batches() -> list[Tensor]:
-    warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     pl.seed_everything(3, verbose=False)
     devices, module, data = int(os.environ["WORLD_SIZE"]), Writes(), Kept()
     view = DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60)
-    trainer = Trainer(
-        strategy=view if devices > 1 else SingleDeviceStrategy(), devices=devices, accelerator="cpu", max_epochs=3,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, data)
+    quiet_trainer(view if devices > 1 else SingleDeviceStrategy(), devices, max_epochs=3).fit(module, data)
     return [*module.parameters(), *data.batches]
 
 
@@ -394,13 +333,9 @@ def test_ranks_end_at_the_same_step_when_time_is_up() -> None:
 
 
 def _steps_in_time() -> int:
-    warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     data = TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
-    trainer = Trainer(
-        strategy=DDPStrategy(global_view=True, timeout_s=8), devices=2, accelerator="cpu", max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[Late()],
-        max_time=timedelta(seconds=1),
-    )  # fmt: skip
+    options: Any = {"max_epochs": -1, "callbacks": [Late()], "max_time": timedelta(seconds=1)}
+    trainer = quiet_trainer(DDPStrategy(global_view=True, timeout_s=8), 2, **options)
     trainer.fit(Everything("mean"), DataLoader(data, 4))
     return trainer.global_step
