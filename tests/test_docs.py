@@ -9,13 +9,11 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from parity import Case, baseline, run
 
 from evener.strategies import STRATEGIES, ConfigError
 from evener.strategies.batch.policies import Even, FirstChunk, Weighted
@@ -34,35 +32,9 @@ def code_of(page: str) -> dict[str, Any]:
     return names
 
 
-class Line(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 1, dtype=torch.float64)
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trained(strategy: Any) -> torch.Tensor:
-    """Weights after two epochs over 11 samples in batches of 4, 4 and 3."""
-    torch.manual_seed(0)
-    module = Line()
-    data = TensorDataset(torch.randn(11, 3, dtype=torch.float64), torch.randn(11, 1, dtype=torch.float64))
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(data, batch_size=4))
-    return module.layer.weight.detach()
-
-
 def test_the_worked_example_equals_one_device() -> None:
-    strategy = code_of("adding_a_strategy.md")["MicroBatchStrategy"]
-    torch.testing.assert_close(trained(strategy(3)), trained("single_device"), rtol=0, atol=1e-10)
+    case, strategy = Case(num=11), code_of("adding_a_strategy.md")["MicroBatchStrategy"]  # batches of 4, 4 and 3
+    torch.testing.assert_close(run(case, strategy(3), devices=1).weights, baseline(case).weights, rtol=0, atol=1e-10)
 
 
 def test_the_worked_example_refuses_no_parts() -> None:
@@ -96,17 +68,17 @@ def test_a_checkpoint_is_used_without_evener(tmp_path: Path, monkeypatch: pytest
     assert "torch.Size([5, 3])" in done.stdout
 
 
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+def program(name: str) -> Any:
+    """A program beside the pages."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     return module
 
 
 def test_the_sites_reference_has_the_options_of_every_file_with_their_meaning() -> None:
-    page = reference().files()
+    page = program("reference").files()
     assert "# Number of machines." in page.partition("## callbacks")[0]
     ddp = page.partition("### `strategy=ddp`")[2].partition("### ")[0]
     assert "# Seconds that a rank waits for the others before it fails.\ntimeout_s: 1800\n" in ddp
@@ -172,19 +144,13 @@ ROW = re.compile(r"^\| (\d+) \|", flags=re.MULTILINE)
 TEST = re.compile(r"`(tests/[\w/]*test_\w+\.py)::(test_\w+)`")
 
 
-def test_every_pain_has_one_row_with_a_test() -> None:
+def test_every_pain_has_one_row_with_tests_that_exist() -> None:
     page = (DOCS / "dev" / "pains.md").read_text(encoding="utf-8")
     assert [int(number) for number in ROW.findall(page)] == list(range(1, 43))
-    rows = [line for line in page.splitlines() if ROW.match(line)]
-    assert [row for row in rows if not TEST.search(row)] == []
-
-
-def test_every_test_of_a_pain_exists() -> None:
-    named = TEST.findall((DOCS / "dev" / "pains.md").read_text(encoding="utf-8"))
-    assert len(named) > 42
+    assert [line for line in page.splitlines() if ROW.match(line) and not TEST.search(line)] == []
     missing = [
         f"{file}::{test}"
-        for file, test in named
+        for file, test in TEST.findall(page)
         if not re.search(rf"^def {test}\(", (DOCS.parent / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
     ]
     assert missing == []
@@ -221,11 +187,11 @@ def test_every_quoted_sentence_is_in_the_source() -> None:
     assert missing == []
 
 
-def test_the_site_names_every_page() -> None:
-    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    names = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"} | {"index.md", "pages.md"}
-    missing = [name for name in names if f": {name}\n" not in site]
-    assert not missing
+def test_the_site_and_the_index_name_every_page() -> None:
+    site, index = (page.read_text(encoding="utf-8") for page in (ROOT / "mkdocs.yml", DOCS / "README.md"))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
+    assert [page for page in pages if f"]({page})" not in index] == []
+    assert [page for page in pages | {"index.md", "pages.md"} if f": {page}\n" not in site] == []
 
 
 @pytest.mark.slow
@@ -248,18 +214,8 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 
 
 def test_every_drawing_of_the_pages_is_current() -> None:
-    drawings = importlib.util.spec_from_file_location("drawings", DOCS / "drawings.py")
-    assert drawings is not None
-    assert drawings.loader is not None
-    drawings.loader.exec_module(module := importlib.util.module_from_spec(drawings))
     drawn = {file.stem for file in (DOCS / "images" / "drawings").glob("*.svg")}
-    assert drawn == set(module.blocks()), "run `python docs/drawings.py <mermaid.min.js>`"
-
-
-def test_the_index_names_every_page() -> None:
-    index = (DOCS / "README.md").read_text(encoding="utf-8")
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
-    assert {page for page in pages if f"]({page})" not in index} == set()
+    assert drawn == set(program("drawings").blocks()), "run `python docs/drawings.py <mermaid.min.js>`"
 
 
 SECTION = re.compile(r"^## `(\w+)`([^\n]*)\n(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
 
@@ -35,26 +34,6 @@ def test_the_short_form_passes() -> None:
     assert verdicts.count("passed") >= 10
     assert set(verdicts) == {"passed", "skipped"}
     assert "| parity.dp.twice | passed | largest difference" in done.stdout
-
-
-def test_what_the_machine_does_not_allow_is_skipped_by_name(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def allowed(num_gpus: int) -> set[str]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-        return {check.name for check in program.checks() if not program.missing(check, on_cpu=False)}
-
-    monkeypatch.setattr(program.dist, "is_nccl_available", lambda: True)
-    one, two, four = allowed(1), allowed(2), allowed(4)
-    assert allowed(0) == set()
-    assert "host_waits.dp" in one
-    assert "parity.dp.mixed" in one
-    assert {"stages_overlap", "root_memory", "killed_rank"} <= two - one
-    assert {"parity.ddp_model_parallel.2x2"} <= four - two
-    assert len(four) == len(program.checks())
-    stop = next(check for check in program.checks() if check.name == "stop_together")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert program.missing(stop, on_cpu=False) == "needs 2 GPUs, found 1"
-    monkeypatch.setattr(program.dist, "is_nccl_available", lambda: False)
-    assert "parity.ddp.one_rank" not in allowed(4)
 
 
 def test_a_check_that_fails_or_takes_too_long_is_told(program: Any) -> None:

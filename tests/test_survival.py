@@ -1,12 +1,7 @@
 """A short form of `benchmarks/survival.py`: what it does to runs and files is survived, and a defect is found."""
 
-import os
 import re
-import runpy
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,24 +20,6 @@ def survive(*words: str) -> tuple[int, dict[str, int]]:
     table = {name: int(number) for name, number in re.findall(r"^\| (.+) \| (\d+) \|$", done.stdout, re.MULTILINE)}
     assert table, done.stdout + done.stderr
     return done.returncode, table
-
-
-def test_a_process_whose_first_thread_has_ended_is_alive_with_its_children() -> None:
-    # a rank that was killed counted as gone, and its children with it, while other threads of it still ended
-    code = (
-        "import ctypes, subprocess, threading, time; threading.Thread(target=time.sleep, args=(60,)).start();"
-        "print(subprocess.Popen(['sleep', '60']).pid, flush=True); ctypes.CDLL(None).pthread_exit(None)"
-    )
-    alive = runpy.run_path(str(PROGRAM.with_name("survival_processes.py")))["descendants"]
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        while Path(f"/proc/{process.pid}/stat").read_text().split(") ")[1][0] != "Z":
-            time.sleep(0.01)
-        assert {process.pid, child} <= set(alive())
-        for pid in (process.pid, child):
-            os.kill(pid, signal.SIGKILL)
-    assert not {process.pid, child} & set(alive())
 
 
 @pytest.mark.long
