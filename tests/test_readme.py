@@ -10,6 +10,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "README.zh.md").read_text(encoding="utf-8")
 VERSIONS = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 
 
@@ -37,25 +38,22 @@ def commands_of(page: str) -> list[str]:
 
 
 def test_the_chinese_readme_has_the_same_commands() -> None:
-    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
     assert len(commands_of(README)) > 4
-    assert commands_of(chinese) == commands_of(README)
+    assert commands_of(CHINESE) == commands_of(README)
 
 
 def test_the_chinese_readme_has_the_same_sections_and_tables() -> None:
-    chinese = (ROOT / "README.zh.md").read_text(encoding="utf-8")
-
     def shape(page: str) -> list[str]:
         """Levels of headings, and the number of columns of each row of a table."""
         found = re.findall(r"^(#+) |^(\|.*\|)$", page, flags=re.MULTILINE)
         return [heading or str(row.count("|")) for heading, row in found]
 
-    assert shape(chinese) == shape(README)
+    assert shape(CHINESE) == shape(README)
 
 
 def test_the_readmes_link_to_each_other() -> None:
     assert "](README.zh.md)" in README
-    assert "](README.md)" in (ROOT / "README.zh.md").read_text(encoding="utf-8")
+    assert "](README.md)" in CHINESE
 
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
