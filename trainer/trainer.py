@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import TypedDict, Unpack, override
 
 from ..strategies import STRATEGIES
-from ..strategies.core.device_names import are_names, for_lightning, give_devices, listed
+from ..strategies.core.device_names import for_lightning, give_devices
 from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
@@ -191,8 +191,7 @@ class Trainer(pl.Trainer):
         verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")
         if isinstance(strategy, str):
             strategy = _strategy_of(strategy)
-        if are_names(devices := listed(given.get("devices"))):
-            given |= give_devices(strategy, devices)
+        given |= give_devices(strategy, given.get("devices"))
         given["accelerator"] = for_lightning(given.get("accelerator", "auto"))
         _verify_arguments(given)
         verify_family(strategy, *_flat(given.values()))

@@ -2,6 +2,6 @@
 
 Exports: errors, types, devices, device_names, executor, side_streams, rng, loop_contract,
     optimizer_states, module_checks, module_log, module_state,
-    lightning_names, mixed_devices, patching, files, no_value, options, internals.
+    lightning_names, mixed_devices, patching, files, no_value, options.
 May import: nothing of this project.
 """

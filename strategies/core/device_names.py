@@ -23,9 +23,6 @@ def accelerator_type(accelerator: str) -> str:
         accelerator: auto, gpu (this machine's accelerator), or a name in Lightning's registry: cpu, cuda, mps, or what
             another package has registered.
 
-    Returns:
-        The type of its devices.
-
     Raises:
         ConfigError: the accelerator is unknown, or this machine has none.
     """
@@ -63,9 +60,6 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     Args:
         devices: a count, `auto` (or -1) for all, a list of indices, or names; names may repeat and mix.
         accelerator: see `accelerator_type`; ignored for names.
-
-    Returns:
-        The devices of this machine, in order.
 
     Raises:
         ConfigError: the count is not positive, or a device does not exist on this machine.
@@ -130,37 +124,28 @@ def _named_device(name: str) -> torch.device:
 
 
 def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
-    """Set a strategy's devices by name, which Lightning's trainer does not support; names may repeat and mix.
+    """Set a strategy's devices if they are given by name, which Lightning's trainer does not support.
 
     Args:
         strategy: a single-process strategy.
-        devices: the trainer's `devices=`, a list of names (`["cuda:0", "cpu"]`).
+        devices: the trainer's `devices=`. Names (`["cuda:0", "cpu"]`) may repeat and mix; LightningCLI gives text.
 
     Returns:
-        Arguments for Lightning's trainer: `devices` and `accelerator` of the first device.
+        Arguments for Lightning's trainer: `devices` and `accelerator` of the first device; none without names.
 
     Raises:
         ConfigError: the strategy does not accept device names, or a device does not exist.
     """
+    if isinstance(devices, str) and devices != "auto" and re.search("[a-z]", devices):
+        devices = [name.strip(" '\"") for name in devices.strip(" []").split(",")]
+    names = [str(one) for one in devices] if isinstance(devices, (list, tuple)) else []
+    if not any(map(_NAME.fullmatch, names)):
+        return {}
     if not hasattr(strategy, "parallel_devices") or isinstance(strategy, pl_strategies.ParallelStrategy):
         raise ConfigError(
-            f"devices={list(devices)}: only single-process strategies accept device names. Give a count or indices, or "
+            f"devices={names}: only single-process strategies accept device names. Give a count or indices, or "
             "choose strategy=dp, balanced_dp, model_parallel or single_device."
         )
-    strategy.parallel_devices = resolve_devices([str(device) for device in devices])
+    strategy.parallel_devices = resolve_devices(names)
     root = strategy.parallel_devices[0]
     return {"accelerator": root.type, "devices": [root.index or 0] if is_accelerator(root) else 1}
-
-
-def listed(devices: Any) -> Any:
-    """`devices=` as a list where it is the text of a list of names, as LightningCLI gives it."""
-    if not isinstance(devices, str) or devices == "auto" or not re.search("[a-z]", devices):
-        return devices
-    return [name.strip(" '\"") for name in devices.strip(" []").split(",")]
-
-
-def are_names(devices: Any) -> bool:
-    """Whether `devices=` lists devices by name, such as `cpu` or `cuda:0`."""
-    return isinstance(devices, (list, tuple)) and any(
-        isinstance(device, torch.device) or (isinstance(device, str) and _NAME.fullmatch(device)) for device in devices
-    )

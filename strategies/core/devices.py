@@ -3,9 +3,8 @@
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,14 +77,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def on_device(device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
-    """Make a device and one of its streams current; does nothing for the CPU."""
-    return _current(device, stream) if is_accelerator(device) else nullcontext()
-
-
 @contextmanager
-def _current(device: torch.device, stream: torch.Stream | None) -> Generator[None]:
-    with torch.accelerator.device_index(device.index or 0), stream or nullcontext():
+def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+    """Make a device and one of its streams current; does nothing for the CPU."""
+    index = torch.accelerator.device_index(device.index or 0) if is_accelerator(device) else nullcontext()
+    with index, stream or nullcontext():
         yield
 
 

@@ -64,10 +64,8 @@ def is_alive(pid: int) -> bool:
     """Whether a process of this machine exists."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as exc:
+        return isinstance(exc, PermissionError)
     return True
 
 

@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -48,7 +48,7 @@ def unify() -> None:
     """Install the import hook, once; nothing is imported until somebody asks for it."""
     if os.environ.get(SWITCH) == "0" or any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
-    standalone, unified = _is_imported(STANDALONE), _is_imported(STANDALONE.values())
+    standalone, unified = (not sys.modules.keys().isdisjoint(names) for names in (STANDALONE, STANDALONE.values()))
     if standalone and unified:
         return
     if unified or (not standalone and PathFinder.find_spec("pytorch_lightning") is None):
@@ -218,10 +218,6 @@ def _foreign_base(cls: type) -> type | None:
 
 def _running() -> str:
     return importlib.import_module("pytorch_lightning").__name__
-
-
-def _is_imported(names: Iterable[str]) -> bool:
-    return any(name in sys.modules for name in names)
 
 
 def _version(distribution: str) -> str | None:

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,31 +74,10 @@ class NothingToDo(StepContract):
     """The contract of a strategy that adds nothing to Lightning's part."""
 
 
-_CONTEXTS = {name: getattr(Precision, name) for name in ("train_step_context", "forward_context")}
-
-
-def has_context(precision: Precision, context: str) -> bool:
-    """Whether a precision plugin adds anything around a step: a default type, autocast or a conversion."""
-    kind = type(precision)
-    return not (
-        getattr(kind, context) is _CONTEXTS[context]
-        and kind.forward_context is _CONTEXTS["forward_context"]
-        and vars(precision).keys().isdisjoint(_CONTEXTS)
-    )
-
-
 def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the backward pass as Lightning's `Strategy.backward` does, with what the contract adds.
+    """Run the backward pass of a loss as Lightning's `Strategy.backward` does, with what the contract adds.
 
-    Args:
-        self: a `Strategy` with a `StepContract`; this is its `backward`.
-        closure_loss: the loss, on the root device.
-        optimizer: passed to the precision plugin, as are further arguments.
-        *args: arguments of `Tensor.backward`.
-        **kwargs: keyword arguments of `Tensor.backward`.
-
-    Returns:
-        The loss that was given backward.
+    It is the `backward` of a `Strategy` with a `StepContract`; further arguments are those of `Tensor.backward`.
     """
     module, plugin, contract = self.lightning_module, self.precision_plugin, self.contract
     self.pre_backward(closure_loss)

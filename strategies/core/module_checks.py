@@ -1,6 +1,8 @@
 """Properties of a module, and of its hooks, that decide whether and where its batches can be cut."""
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
@@ -16,7 +18,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torchmetrics import Metric, MetricCollection
 
 from .errors import ConfigError
-from .internals import callbacks_of
+
+
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The callbacks of a trainer, in the order in which they are called; Lightning does not declare the attribute."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def has_batchnorm(module: nn.Module) -> bool:
@@ -54,6 +60,12 @@ def is_compiler(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module, or one in it, is compiled, by `torch.compile(module)` or `module.compile()`."""
     return any(is_compiler(part) or part._compiled_call_impl is not None for part in module.modules())
+
+
+def not_compiling() -> AbstractContextManager[Any]:
+    """Run compiled functions uncompiled inside the block; called in a dispatch mode, they would remain so."""
+    is_used = "torch._dynamo" in sys.modules  # which takes a second to import
+    return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
 _STEPS = {
@@ -117,24 +129,21 @@ def has_nan(module: torch.nn.Module) -> bool:
     return any(bool(nan) for nan in found.values())
 
 
-def why_whole(metric: nn.Module) -> str | None:
-    """Why `update` of a torchmetrics metric can't be given parts of a batch, though its states add up; None if it can.
-
-    Returns:
-        The reason and what to do, as the end of a sentence.
-    """
-    defaults: dict[str, Any] = getattr(metric, "_defaults", {})
-    if getattr(metric, "data_range", 0) is None and "min_target" not in defaults:
-        return "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
-    if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(metric).__mro__):
-        return "takes the groups in the samples of each update for the first ones. Compute it with strategy=dp"
-    return None
-
-
 def verify_takes_parts(module: nn.Module, who: str) -> None:
-    """Refuse, for a strategy `who`, a module that must see whole batches, of which each rank has a part."""
+    """Refuse metrics of torchmetrics that `update` can't give parts of a batch, though their states add up.
+
+    Args:
+        who: name of the strategy, each rank of which has a part.
+    """
     for name, part in module.named_modules():
-        if (reason := why_whole(part)) is not None:
+        reason = ""
+        if getattr(part, "data_range", 0) is None and "min_target" not in getattr(part, "_defaults", {}):
+            reason = (
+                "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
+            )
+        if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(part).__mro__):
+            reason = "takes the groups in the samples of each update for the first ones. Compute it with strategy=dp"
+        if reason:
             raise ConfigError(
                 f"{who}: {type(part).__name__} ({name}) {reason}: each rank updates it with its own samples of a batch."
             )
@@ -156,22 +165,6 @@ _OWN = ("evener.", "pytorch_lightning.", "lightning.pytorch.")
 """Packages whose hooks are known to read no more of a batch than its sizes, and to compute no gradients."""
 
 
-def batch_reader(trainer: pl.Trainer) -> str | None:
-    """Find a hook of the user's that receives the whole batch, as a name for messages; None if there is none."""
-    module: Any = trainer.lightning_module
-    data: Any = getattr(trainer, "datamodule", None)
-    owners = [
-        (module, _BATCH_HOOKS + _TRANSFER_HOOKS),
-        (data, _TRANSFER_HOOKS),
-        *((callback, _BATCH_HOOKS) for callback in callbacks_of(trainer)),
-    ]
-    for owner, names in owners:
-        for name in names:
-            if is_users(getattr(owner, name, None)):
-                return f"{type(owner).__name__}.{name}"
-    return None
-
-
 def is_users(hook: Any) -> bool:
     """Whether a hook is neither Lightning's nor this project's."""
     return hook is not None and not f"{getattr(hook, '__module__', None)}.".startswith(_OWN)
@@ -184,11 +177,18 @@ def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[st
         device: where such a hook may use it.
         tell: called with a sentence that says why it does not wait on the host.
     """
-    reader = batch_reader(trainer)
-    if reader is None:
-        return torch.device("cpu")
-    tell(f"{reader} receives the batch, so all of it is copied to {device} before it is cut.")
-    return device
+    owners: list[tuple[Any, tuple[str, ...]]] = [
+        (trainer.lightning_module, _BATCH_HOOKS + _TRANSFER_HOOKS),
+        (getattr(trainer, "datamodule", None), _TRANSFER_HOOKS),
+        *((callback, _BATCH_HOOKS) for callback in callbacks_of(trainer)),
+    ]
+    for owner, names in owners:
+        for name in names:
+            if is_users(getattr(owner, name, None)):
+                hook = f"{type(owner).__name__}.{name}"
+                tell(f"{hook} receives the batch, so all of it is copied to {device} before it is cut.")
+                return device
+    return torch.device("cpu")
 
 
 def recompute_weights(module: nn.Module) -> None:

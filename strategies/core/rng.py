@@ -119,12 +119,6 @@ def isolated(devices: Sequence[torch.device] = ()) -> Generator[dict[str, Any]]:
         restore(before, devices)
 
 
-def seed_accelerators(seed: int) -> None:
-    """Seed the generators of all accelerators of this machine, as `torch.manual_seed` does; it starts none."""
-    if (accelerator := torch.accelerator.current_accelerator()) is not None:
-        torch.get_device_module(accelerator).manual_seed_all(seed)
-
-
 def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, numpy, torch and devices of this process from numbers that need not be independent."""
     seeds = np.random.SeedSequence(entropy).generate_state(4, np.uint32)

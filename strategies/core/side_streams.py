@@ -50,7 +50,6 @@ def start_copy(
     """Start copying tensors of one device to another.
 
     Args:
-        device: where they are copied to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
 
     Returns:
@@ -75,21 +74,13 @@ def from_host(batch: Batch, device: torch.device) -> Batch:
 
     The copy waits for nothing that is queued on the device. Launches return at once, so the next batch is on its way
     while the device computes this one.
-
-    Args:
-        device: where they are moved to.
     """
     if not has_streams(device):
         return move_data_to_device(batch, device)
     current, incoming = torch.accelerator.current_stream(device), _stream(device, "from the host")
 
     def copied(tensor: Any) -> Any:
-        if (
-            isinstance(tensor, PackedSequence)
-            or not is_plain(tensor)
-            or not tensor.is_cpu
-            or tensor.layout is not torch.strided
-        ):
+        if not (is_plain(tensor) and tensor.is_cpu and tensor.layout is torch.strided):  # a PackedSequence isn't
             return tensor
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         with incoming:
@@ -146,7 +137,6 @@ def cross(
     """Start moving tensors of one device to another, and their gradients back, beside the work of both if possible.
 
     Args:
-        device: where they are moved to.
         ready: the event after which they hold their values; None for the work queued by this thread so far.
 
     Returns:
@@ -154,12 +144,9 @@ def cross(
     """
     if not tensors or not copies_beside(tensors[0].device, device) or not all(map(is_plain, tensors)):
         return [to_device(tensor, device) for tensor in tensors], lambda: None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        arrivals: list[torch.Event | None] = []
-        copies = list(_Crossing.apply(device, ready, arrivals, *tensors))
-        return copies, partial(finish_copy, copies, arrivals[0])
-    copies, arrived = start_copy(tensors, device, ready)
-    return copies, partial(finish_copy, copies, arrived)
+    arrivals: list[torch.Event | None] = []
+    copies = list(_Crossing.apply(device, ready, arrivals, *tensors))
+    return copies, partial(finish_copy, copies, arrivals[0])
 
 
 class _Crossing(torch.autograd.Function):

@@ -12,10 +12,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import Store
@@ -23,9 +22,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..core.files import is_library
 from ._stop import NEWS, StopAgreement
-from ._store_watch import RANK_FAILED
 from .process_exit import nccl
-from .store import is_hosted_by_agent, silence
+from .store import RANK_FAILED, is_hosted_by_agent, silence
 
 WAITS_FOR_WORKER = _MultiProcessingDataLoaderIter._get_data.__code__
 """What runs while the workers of a DataLoader have no batch for it."""
@@ -49,11 +47,10 @@ _log = logging.getLogger(__name__)
 _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", "socket", "tcpstore", "broken pipe")
 
 
-@dataclass
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """A rank's heartbeat: their number, its optimizer steps and calls of parts, and the line of the user's code."""
 
-    count: int = 0
+    num: int = 0
     step: int = 0
     calls: int = 0
     place: str = ""
@@ -70,11 +67,9 @@ class HeartbeatMonitor:
     def __init__(
         self, store: Store, rank: int, num_ranks: int, stop_agreement: StopAgreement, timeout_s: float
     ) -> None:
-        self.store = store
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.store: Any = store  # of which each thread has a connection of its own, as requests on one wait
+        self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, timeout_s
         self.stop_agreement = stop_agreement
-        self.timeout_s = timeout_s
         self.beat_s = max(BEAT_S, num_ranks / BEATS_PER_S)
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
@@ -84,8 +79,7 @@ class HeartbeatMonitor:
         self._has_aborted = False
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        self._store: Any = store  # of which each thread has a connection of its own, as requests on one wait
-        own = (self._store.clone(),)
+        own = (self.store.clone(),)
         self._thread = threading.Thread(target=self._run, args=own, name="evener-watch", daemon=True)
 
     def start(self) -> None:
@@ -105,12 +99,11 @@ class HeartbeatMonitor:
                     self.stop_agreement.listen(store)
                     if not RANK_FAILED.is_set() and store.check([_FAILED]):
                         RANK_FAILED.set()
-                self.beat.count += 1
-                before = (self.beat.step, self.beat.place)
-                self.beat.step, self.beat.calls = self.count_steps(), self.count_calls()
-                self.beat.place = self._failed_at or self._place()
-                self._num_beats_here = self._num_beats_here + 1 if before == (self.beat.step, self.beat.place) else 0
-                store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat)))
+                last, place = self.beat, self._failed_at or self._place()
+                self.beat = Heartbeat(last.num + 1, self.count_steps(), self.count_calls(), place)
+                is_here = (last.step, last.place) == (self.beat.step, place)
+                self._num_beats_here = self._num_beats_here + 1 if is_here else 0
+                store.set(f"beat/{self.rank}", json.dumps(self.beat))
                 if RANK_FAILED.is_set() or self._num_beats_here * self.beat_s > _STUCK * self.timeout_s:
                     self._abort_waiting()
         except Exception:  # noqa: BLE001  # the store ended with its host; the main thread fails by itself
@@ -126,7 +119,7 @@ class HeartbeatMonitor:
             threading.Thread(target=self._name_and_abort, args=(backend,), name="evener-abort", daemon=True).start()
 
     def _name_and_abort(self, backend: Any) -> None:
-        store = self._store.clone()  # the main thread may be waiting on its own
+        store = self.store.clone()  # the main thread may be waiting on its own
         self._ended.wait(_SILENT_BEATS * self.beat_s)  # until the one that failed has published its error
         _log.error("rank %d ends its communication: %s", self.rank, self.culprits(store) or "it waits too long.")
         backend.abort()
@@ -157,7 +150,7 @@ class HeartbeatMonitor:
                 return f" because it failed with {self.store.get(f'failed/{rank}').decode()}"
             if not self.store.check([f"beat/{rank}"]):
                 return " and has sent no heartbeat"
-            beat = Heartbeat(**json.loads(self.store.get(f"beat/{rank}")))
+            beat = Heartbeat(*json.loads(self.store.get(f"beat/{rank}")))
         except RuntimeError:
             return "; the store that all ranks share is gone"
         return f"; it was at step {beat.step}, {beat.place}"
@@ -179,7 +172,7 @@ class HeartbeatMonitor:
         first = self.beats(store)
         self._ended.wait(_SILENT_BEATS * self.beat_s)
         second = self.beats(store)
-        silent = [rank for rank in others if second[rank].count == first[rank].count]
+        silent = [rank for rank in others if second[rank].num == first[rank].num]
         if silent:
             return " ".join(f"rank {rank} is gone{self.where(rank)}." for rank in silent)
         furthest = max(second[rank].step for rank in range(self.num_ranks))
@@ -190,8 +183,8 @@ class HeartbeatMonitor:
         """The last heartbeat of every rank."""
         keys = [f"beat/{rank}" for rank in range(self.num_ranks)]
         if store.check(keys):
-            return [Heartbeat(**json.loads(beat)) for beat in store.multi_get(keys)]
-        return [Heartbeat(**json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
+            return [Heartbeat(*json.loads(beat)) for beat in store.multi_get(keys)]
+        return [Heartbeat(*json.loads(store.get(key))) if store.check([key]) else Heartbeat() for key in keys]
 
 
 def _described(exc: BaseException) -> str:

@@ -41,16 +41,15 @@ class Vote:
         num_passed: places that this rank has passed.
     """
 
-    def __init__(self, name: str, rank: int, num_ranks: int, store: Store, timeout_s: float) -> None:
-        self._name, self._rank, self._num_ranks, self._store = name, rank, num_ranks, store
-        self._timeout_s = timeout_s
+    def __init__(self, name: str, agreement: "StopAgreement") -> None:
+        self._name, self._agreement = name, agreement
         self.key, self.num_passed, self._number = f"{name}/0", 0, 0
 
     def answer(self, store: Store) -> None:
         """Tell ranks that wait in a vote which place this one has passed; called regularly by a thread."""
         key, passed = self.key, self.num_passed
         if store.check([key]):
-            store.set(f"{key}/passed/{self._rank}", str(passed))
+            store.set(f"{key}/passed/{self._agreement.rank}", str(passed))
 
     def wish(self, what: str) -> str:
         """Wish something at the place to come, and wait until each rank has wished it there, or has passed the place.
@@ -61,20 +60,21 @@ class Vote:
         Raises:
             RankError: a rank did not come in time.
         """
-        key, here, ranks = self.key, self.num_passed + 1, range(self._num_ranks)
-        self._store.set(f"{key}/wished/{self._rank}", str(here))
-        self._store.set(key, "")
-        self._store.set(NEWS, "")
+        key, here, store, own = self.key, self.num_passed + 1, self._agreement.store, self._agreement.rank
+        ranks, timeout_s = range(self._agreement.num_ranks), self._agreement.timeout_s
+        store.set(f"{key}/wished/{own}", str(here))
+        store.set(key, "")
+        store.set(NEWS, "")
 
         def place(which: str, rank: int) -> int:
             found = f"{key}/{which}/{rank}"
-            return int(self._store.get(found)) if self._store.check([found]) else 0
+            return int(store.get(found)) if store.check([found]) else 0
 
         def missing() -> str:
             return ", ".join(str(rank) for rank in ranks if max(place("passed", rank), place("wished", rank)) < here)
 
-        if not poll(lambda: not missing(), self._timeout_s):
-            raise RankError(f"rank {self._rank} {what} and waited {self._timeout_s:g} s for rank {missing()}.")
+        if not poll(lambda: not missing(), timeout_s):
+            raise RankError(f"rank {own} {what} and waited {timeout_s:g} s for rank {missing()}.")
         return ", ".join(str(rank) for rank in ranks if place("wished", rank) != here)
 
     def carried(self) -> None:
@@ -109,7 +109,7 @@ class StopAgreement:
         self.signal: int | None = None
         self.stopped_by: int | None = None
         self._stops_at: dict[str, int | None] = {}
-        self.ending, self.skipping = (Vote(name, rank, num_ranks, store, timeout_s) for name in ("ending", "skipping"))
+        self.ending, self.skipping = Vote("ending", self), Vote("skipping", self)
         self._ends_later = ""  # the vote to end on which ranks have disagreed
 
     def request(self, signum: int) -> None:

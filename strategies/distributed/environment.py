@@ -17,6 +17,9 @@ from ..core.errors import ConfigError
 KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 """Environment variables of Kubeflow's PyTorchJob, which starts one process per pod."""
 
+_BATCH_STEP = str(0xFFFFFFFB)
+"""What SLURM calls the step of a batch script itself."""
+
 
 def kubeflow() -> ClusterEnvironment | None:
     """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
@@ -53,7 +56,8 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
             f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so this process is taken for one of {num_ranks} that were "
             "started elsewhere, but MASTER_ADDR and MASTER_PORT are not. Unset LOCAL_RANK, or start with torchrun."
         )
-    if isinstance(environment, SLURMEnvironment) and not _is_srun_task():
+    steps = {os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")}
+    if isinstance(environment, SLURMEnvironment) and steps <= {"", _BATCH_STEP}:
         raise ConfigError(
             f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
             "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
@@ -65,11 +69,6 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
             f"MASTER_ADDR={address} is no address of this machine, and the run is on one node. Unset MASTER_ADDR and "
             "MASTER_PORT, or set num_nodes."
         )
-
-
-def _is_srun_task() -> bool:
-    steps = [os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")]
-    return any(step not in ("", str(0xFFFFFFFB)) for step in steps)  # the number of the batch script itself
 
 
 def _is_own(address: str) -> bool:

@@ -22,10 +22,9 @@ from ..core.patching import replaced
 from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
-from ._store_watch import RANK_FAILED
 from .process_exit import give_up_groups, leave_group
 from .signed_store import secret_check, signed
-from .store import RankError, another_connection, attempt, base_store, keep_store, meet, root_store
+from .store import RANK_FAILED, RankError, another_connection, attempt, base_store, keep_store, meet, root_store
 
 _num_runs = 0
 SAME_ORDER = "All ranks must reach the same places in the same order."
@@ -222,10 +221,8 @@ class RankGroup:
             The mean, on the root device; nothing is read back to the host.
         """
         device, dtype = self.devices[0], precise_dtype(self.devices[0])
-        if isinstance(local, Tensor):
-            total = local.detach().to(device, dtype, copy=True)
-        else:
-            total = scalar(local, device, dtype)
+        is_tensor = isinstance(local, Tensor)
+        total = local.detach().to(device, dtype, copy=True) if is_tensor else scalar(local, device, dtype)
         dist.all_reduce(total)
         return total / dist.get_world_size()
 

@@ -1,13 +1,19 @@
-"""Exchange objects between ranks: small ones in one exchange, others as torch does, which exchanges sizes first."""
+"""Exchange objects and tensors between ranks.
+
+Small objects travel in one exchange, others as torch sends them, which exchanges sizes first.
+"""
 
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
+
+from ..core.devices import precise_dtype
 
 SMALL_BYTES = 2**12
 """Bytes of a pickled object that travel with its size; ranks whose objects have no more exchange them at once."""
@@ -41,7 +47,9 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
         group: the process group; None for that of all ranks.
         only_first: whether only rank 0 receives them; the list is empty on the others.
     """
-    device, pickled = _device_of(group), _pickled(value)
+    device, file = _device_of(group), io.BytesIO()
+    _Pickler(file).dump(value)
+    pickled = file.getvalue()
     beginning = len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES)
     all_small = gather_rows(torch.frombuffer(bytearray(beginning), dtype=torch.uint8).to(device), group)
     received = [small.tobytes() for small in all_small.cpu().numpy()]
@@ -70,12 +78,6 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
 
 
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
-
-
 def gather_rows(own: Tensor, group: Any = None) -> Tensor:
     """Gather small tensors of shape (n,) from all ranks to one of shape (ranks, n), in order of rank.
 
@@ -101,3 +103,45 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 
 def _device_of(group: Any) -> torch.device | None:
     return torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
+
+
+def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+    """Reduce a tensor over the ranks, in place unless it becomes a mean of integers; other values are returned."""
+    if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        return tensor
+    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    op = dist.ReduceOp.SUM if mean else reduce_op
+    op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
+    # a mean of integers is not an integer: Lightning truncates it, and so epoch means of uneven ranks
+    whole = mean and not tensor.is_floating_point()
+    result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
+    dist.all_reduce(result, op, group)
+    return result.div_(dist.get_world_size(group)) if mean else result
+
+
+def gather_unequal(own: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
+    """Gather the rows of all ranks, in order of rank; the gradients of all ranks for a row add up.
+
+    Args:
+        own: this rank's, of shape (sizes[rank], ...).
+        sizes: rows of every rank.
+        group: the process group; None for that of all ranks.
+    """
+    return _Gather.apply(own, sizes, group)  # pyright: ignore[reportReturnType]  # untyped
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: len(own)] = own
+        ranks = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(ranks, padded, group)
+        return torch.cat([rows[:size] for rows, size in zip(ranks, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        gradient = grad_outputs[0].contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)], None, None

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ._store_watch import PEER_LOST, RANK_FAILED
-from .store import forget_stores, leave_store
+from .store import PEER_LOST, RANK_FAILED, forget_stores, leave_store
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _OMP_PAUSE_HARD = 2
@@ -167,10 +166,13 @@ class StopRequests:
 
     Attributes:
         signum: the first signal; None before it.
+        handlers: who handled the signals before.
     """
 
-    signum: int | None = None
-    _since_s = 0.0
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.handlers: dict[int, Any] = {}
+        self._since_s = 0.0
 
     def receive(self, signum: int) -> Answer:
         """Note a signal; Ctrl-C after a request asks to end at once."""
@@ -205,6 +207,7 @@ def handled(
     in_main_thread = threading.current_thread() is threading.main_thread()
     heard = [signum for signum in signals if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, hear) for signum in heard}
+    requests.handlers = before | requests.handlers
     _heard = requests
     try:
         yield requests
@@ -212,6 +215,14 @@ def handled(
         _heard = outer
         for signum, former in before.items():
             signal.signal(signum, former)
+
+
+def handle_no_more() -> None:
+    """Give signals back to who handled them before, in a process that was forked within `handled`."""
+    global _heard
+    for signum, former in (_heard.handlers if _heard else {}).items():
+        signal.signal(signum, former)
+    _heard = None
 
 
 def leave_terminal() -> None:

@@ -10,9 +10,10 @@ The ranks would train apart, without a word.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -67,20 +68,18 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     Args:
         root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = {name: tensor for name, tensor in named if is_plain(tensor)}
-    ranks = gather_objects(([*_layout(tensors)], [_sample(tensor) for tensor in tensors.values()]))
+    tensors = [(name, one) for name, one in (*module.named_parameters(), *module.named_buffers()) if is_plain(one)]
+    ranks = gather_objects(([*_layout(tensors)], [_sample(tensor) for _, tensor in tensors]))
     if all(layout == ranks[0][0] for layout, _ in ranks) and any(samples != ranks[0][1] for _, samples in ranks):
         broadcast_weights(module, root_device)
 
 
-def _sample(tensor: Tensor) -> tuple[float, float]:
-    """The sum and the norm of some elements of a tensor."""
+def _sample(tensor: Tensor) -> int:
+    """A digest of some elements of a tensor."""
     if tensor.layout is not torch.strided or not tensor.numel():
-        return 0.0, 0.0
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)]
-    values = values.cpu().to(torch.complex128 if values.is_complex() else torch.float64).abs()
-    return float(values.sum()), float((values * torch.arange(len(values))).sum())
+        return 0
+    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].clone().cpu()
+    return crc32(values.view(torch.uint8).numpy().tobytes())
 
 
 @torch.no_grad()
@@ -96,13 +95,10 @@ def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
 def verify_same_layout(module: nn.Module, strategy: str) -> None:
     """Verify that all ranks train the same parameters; every rank must call it.
 
-    Args:
-        strategy: what the error names.
-
     Raises:
         ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad and is_plain(p)}
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad and is_plain(p)]
     for same in zip_longest(*gather_objects([*_layout(trained)]), fillvalue="none"):
         if len(set(same)) > 1:
             other = next(rank for rank, one in enumerate(same) if one != same[0])
@@ -112,18 +108,14 @@ def verify_same_layout(module: nn.Module, strategy: str) -> None:
             )
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _layout(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     """The name, type and shape of each tensor, as text."""
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         yield f"{name} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
 
 
 class Agreement:
-    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer.
-
-    Args:
-        strategy: what errors name.
-    """
+    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy

@@ -1,11 +1,13 @@
-"""Open, wait on and leave the key-value store that all ranks share."""
+"""Open, wait on, watch and leave the key-value store that all ranks share."""
 
 import json
 import logging
 import os
 import socket
+import stat
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -14,17 +16,22 @@ from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..core.errors import ConfigError
-from ._store_watch import PEER_LOST, RANK_FAILED, StoreWatch
 from .environment import verify_started
 from .signed_store import SECRET, announce
 
 logger = logging.getLogger(__name__)
 
-_STORES: dict[tuple[int, int], Store] = {}
-"""The store of this process, by rank and number of ranks; like torch's process group, it lasts as long."""
+RANK_FAILED = threading.Event()
+"""Set in every rank once any of them has failed or gone: nobody is left to agree with on when to stop."""
 
-_WATCHES: dict[tuple[int, int], StoreWatch] = {}
-"""What holds each of them to a deadline."""
+PEER_LOST = threading.Event()
+"""Set in the other ranks once one has died without which they can go on; every wait for it ends."""
+
+PING_S = 0.5
+"""Seconds between two questions."""
+
+_STORES: dict[tuple[int, int], tuple[Store, "StoreWatch"]] = {}
+"""The store of this process, and what holds it to a deadline, by rank and number of ranks; it lasts as long."""
 
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
@@ -61,35 +68,32 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
         store: Any = _open_store(*place, rank, timeout_s)
         announce(PrefixStore(f"evener/{attempt()}", store), rank)
-        watch = StoreWatch(store.clone(), *place, timeout_s)
-        watch.start()
-        _STORES[rank, num_ranks], _WATCHES[rank, num_ranks] = store, watch
-    if (watch := _WATCHES.get((rank, num_ranks))) is not None:
-        watch.deadline_s = min(watch.deadline_s, timeout_s)
-    return _STORES[rank, num_ranks]
+        _STORES[rank, num_ranks] = store, StoreWatch(store.clone(), *place, timeout_s)
+    store, watch = _STORES[rank, num_ranks]
+    watch.deadline_s = min(watch.deadline_s, timeout_s)
+    return store
 
 
 def another_connection(environment: ClusterEnvironment) -> Store:
     """Connect to the store of this attempt once more."""
-    store: Any = _STORES[environment.global_rank(), environment.world_size()]
+    store: Any = _STORES[environment.global_rank(), environment.world_size()][0]
     return PrefixStore(f"evener/{attempt()}", store.clone())
 
 
 def keep_store(before: tuple[int, int], now: tuple[int, int]) -> None:
     """Use the store of this process on, which has another rank among another number of ranks."""
     if before in _STORES:
-        _STORES[now], _WATCHES[now] = _STORES.pop(before), _WATCHES.pop(before)
+        _STORES[now] = _STORES.pop(before)
 
 
 def forget_stores() -> None:
     """Have no store, in a forked process; the connections are the other one's."""
     _STORES.clear()
-    _WATCHES.clear()
 
 
 def silence() -> str:
     """Say which store was given up because its host does not answer; empty if none was."""
-    for watch in _WATCHES.values():
+    for _, watch in _STORES.values():
         if watch.silent:
             return (
                 f"The store at {watch.place} has not answered for {watch.deadline_s:g} s: the process that hosts it "
@@ -133,9 +137,8 @@ def leave_store() -> None:
     Otherwise ranks that still wait at the last barrier would lose the store. The host leaves anyway if a rank has
     failed or does not leave in time.
     """
-    for watch in _WATCHES.values():
+    for (rank, num_ranks), (store, watch) in _STORES.items():
         watch.end()
-    for (rank, num_ranks), store in _STORES.items():
         if is_hosted_by_agent() or RANK_FAILED.is_set():
             continue
         keys = [f"left/{attempt()}/{other}" for other in range(num_ranks)]
@@ -243,3 +246,70 @@ def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, POLL_S[1])
     return True
+
+
+class StoreWatch:
+    """Watches one store on a connection of its own, and shuts all (`silent`) once it has not answered in time.
+
+    A host that is killed closes its connections, and whoever reads from it fails at once. One that is frozen (a stopped
+    process, a suspended machine, a network that is cut) answers nothing, and torch's client waits without end, in
+    native code, where no handler of a signal runs. So a thread asks the store for something, and another counts the
+    seconds without an answer, and shuts the connections when there are too many: then every read fails.
+    """
+
+    def __init__(self, store: Store, address: str, port: int, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.silent = False
+        self.place = f"{address}:{port}"
+        self._peer = (address, port)
+        self._num_answers = 0
+        self._ended = threading.Event()
+        asks = threading.Thread(target=self._ask, args=(store,), name="evener-store", daemon=True)
+        self._threads = asks, threading.Thread(target=self._count, name="evener-store-watch", daemon=True)
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """End the threads, unless one waits for an answer."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(timeout=0.2)
+
+    def _ask(self, store: Store) -> None:
+        with suppress(RuntimeError):  # the host has gone: whoever reads fails by itself
+            while not self._ended.wait(PING_S):
+                store.check(["answer"])
+                self._num_answers += 1
+        self._ended.set()
+
+    def _count(self) -> None:
+        peers = {info[4][:2] for info in socket.getaddrinfo(*self._peer)}
+        # seconds are counted, not read from a clock: this process may have been frozen itself
+        before, num_missed = 0, 0
+        while not self._ended.wait(PING_S):
+            num_missed = num_missed + 1 if self._num_answers == before else 0
+            before = self._num_answers
+            if num_missed * PING_S > self.deadline_s:
+                self.silent = True
+                RANK_FAILED.set()
+                cut_connections(lambda _, host, port: (host, port) in peers)
+                return
+
+
+def sockets() -> Iterator[tuple[int, socket.socket]]:
+    """This process's internet sockets: the kernel's number of each, of which none is used again, and a copy."""
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK((about := os.fstat(descriptor)).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        yield about.st_ino, copy
+
+
+def cut_connections(is_cut: Callable[[int, str, int], bool]) -> None:
+    """Shut those of this process's connections of which, by number, host and port of the peer, a function says so."""
+    for number, copy in sockets():
+        with suppress(OSError):  # gloo ends the process where a socket that listens is shut: it has no peer
+            host, port = copy.getpeername()[:2]
+            if is_cut(number, host.removeprefix("::ffff:"), port):
+                copy.shutdown(socket.SHUT_RDWR)

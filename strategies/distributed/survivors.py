@@ -17,21 +17,18 @@ import math
 import mmap
 import os
 import select
-import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ._heartbeat import is_about_communication
-from ._store_watch import PEER_LOST
 from .process_exit import fork_orphan, take_orphans
 from .processes import LOOK_S
-from .store import RankError, poll
+from .store import PEER_LOST, RankError, cut_connections, poll, sockets
 
 _ROW = 16
 DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
@@ -273,14 +270,18 @@ class Survivor:
             while PEER_LOST.is_set():
                 with self._lock:
                     if PEER_LOST.is_set():
-                        _cut(fd for number, fd in sockets().items() if number not in self._kept)
+                        cut_connections(self._is_of_group)
                 time.sleep(0.02)
+
+    def _is_of_group(self, number: int, host: str, port: int) -> bool:
+        """Whether a connection is a group's, which stays on this machine and came after those that are kept."""
+        return number not in self._kept and host.startswith(("127.", "::1"))
 
     def keep_connections(self, connect: Callable[[], object] = lambda: None) -> None:
         """Connect, and cut none of the connections that there are then where a rank is lost; a group's come later."""
         with self._lock:
             connect()
-            self._kept = set(sockets())
+            self._kept = {number for number, _ in sockets()}
 
     def arm(self, is_armed: bool = True) -> None:
         """Tell whether this rank can go on without others."""
@@ -338,7 +339,7 @@ class Survivor:
             self.group += 1
             with self._lock:
                 PEER_LOST.clear()
-                self._kept = set(sockets())
+                self._kept = {number for number, _ in sockets()}
             members = board.ranks(_IS_MEMBER)
             if not any(board.get(rank, _DEAD) for rank in members):
                 break
@@ -397,30 +398,3 @@ class Connecting(metaclass=_Connecting):
 
     gloo waits there for several times its timeout, and nothing ends that.
     """
-
-
-def sockets() -> dict[int, int]:
-    """The descriptors of this process's internet sockets, by the kernel's numbers, of which none is used again."""
-    found = dict[int, int]()
-    for descriptor in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):
-            if stat.S_ISSOCK((about := os.fstat(descriptor)).st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6):
-                        found[about.st_ino] = descriptor
-    return found
-
-
-def _cut(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
-            if _is_local(one):
-                one.shutdown(socket.SHUT_RDWR)
-
-
-def _is_local(one: socket.socket) -> bool:
-    """Whether a connection stays on this machine, as those of a group do; others are the user's.
-
-    gloo ends the process where a socket that listens is shut, which `getpeername` refuses.
-    """
-    return str(one.getpeername()[0]).removeprefix("::ffff:").startswith(("127.", "::1"))

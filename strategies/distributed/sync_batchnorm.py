@@ -62,10 +62,6 @@ class SyncedBatchNorm(_BatchNorm):
 def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the moments of the global batch from those of each rank (Chan, Golub and LeVeque 1979).
 
-    Args:
-        values: this rank's samples, shape (N, C, ...).
-        counts: whether they count.
-
     Returns:
         Mean and biased variance, each of shape (C,), and the number of values per channel, shape ().
 
@@ -77,9 +73,8 @@ def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tenso
     both = torch.var_mean(values, dims, correction=0) if values.numel() else (values.sum(dims),) * 2
     own = torch.cat([both[1] * num, both[0] * num, values.new_full((1,), num)])
     others = torch.zeros_like(own)
-    table = _SumOverRanks.apply(
-        torch.stack([own if rank == dist.get_rank() else others for rank in range(dist.get_world_size())])
-    )
+    rows = [own if rank == dist.get_rank() else others for rank in range(dist.get_world_size())]
+    table = _SumOverRanks.apply(torch.stack(rows))
     totals, squares, nums = table.split([num_channels, num_channels, 1], 1)
     whole = nums.sum()
     if num <= 1 and whole <= 1:  # the number is read back only where this rank has next to nothing
@@ -123,12 +118,8 @@ def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead:
     Raises:
         ConfigError: a layer synchronizes.
     """
-    layers = [
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm if synchronizes else nn.SyncBatchNorm)
-    ]
-    if layers:
+    kind = _BatchNorm if synchronizes else nn.SyncBatchNorm
+    if layers := [name for name, layer in module.named_modules() if isinstance(layer, kind)]:
         raise ConfigError(
             f"{who} and sync_batchnorm=True: statistics are summed over ranks for one part of a process's batch at a "
             f"time, so that they are not the global batch's (layer {layers[0]!r}). Set {instead}, or "
@@ -143,16 +134,14 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     def apply(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, (SyncedBatchNorm, nn.SyncBatchNorm)):
-                plain: Any = type(layer)
+                vars(layer).update(plain_class=type(layer), counts=True)
                 layer.__class__ = SyncedBatchNorm
-                vars(layer).update(plain_class=plain, counts=True)
         return model
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, SyncedBatchNorm):
-                plain: Any = layer.plain_class
-                layer.__class__ = plain
-                del vars(layer)["plain_class"], vars(layer)["counts"]
+                layer.__class__ = vars(layer).pop("plain_class")
+                del vars(layer)["counts"]
         return model

@@ -10,8 +10,7 @@ from typing_extensions import override
 from ..batch.whole.over_batch import Ranks
 from ..core.devices import flat_bytes
 from ..core.errors import ConfigError
-from ..distributed.objects import gather_objects
-from ..distributed.reduction import gather_unequal
+from ..distributed.objects import gather_objects, gather_unequal
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy

@@ -17,10 +17,9 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from ..core.errors import ConfigError
-from ..core.internals import callbacks_of
-from ..core.module_checks import verify_unscripted
+from ..core.module_checks import callbacks_of, verify_unscripted
 from ..core.patching import Replacement, replaced
-from ..distributed.reduction import reduce_tensor
+from ..distributed.objects import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
 from ..sharding.call_order import CallOrder

@@ -27,7 +27,7 @@ from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..batch.whole.whole_steps import WholeSteps
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.loop_contract import StepContract, has_context
+from ..core.loop_contract import StepContract
 from ..core.module_state import untraced_step
 from ..core.patching import Replacement, replaced
 from ..core.rng import random_state, set_random_state
@@ -276,9 +276,7 @@ class RankStep(StepContract):
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
-        plugin = strategy.precision_plugin
-        context = plugin.train_step_context() if has_context(plugin, "train_step_context") else nullcontext()
-        with among(self._rows), context:
+        with among(self._rows), strategy.precision_plugin.train_step_context():
             run = partial(self._train_in_layout, *args, **kwargs)
             return strategy.sync.train(strategy.whole_steps.run, "training_step", run)
 

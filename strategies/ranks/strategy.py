@@ -27,9 +27,8 @@ from ..batch.run_structures import RunStructures
 from ..batch.whole.gathering import gathered, simulated_ranks
 from ..batch.whole.whole_steps import STEPS, GlobalView, WholeSteps, tell_whole
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.internals import callbacks_of
 from ..core.loop_contract import run_backward
-from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
+from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters, unwrapped
 from ..core.options import Positive, checked
@@ -39,10 +38,9 @@ from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
-from ..distributed.objects import backend_for, broadcast_object, gather_objects
+from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_unequal, reduce_tensor
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.process_exit import prepare_forked
-from ..distributed.reduction import gather_unequal, reduce_tensor
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
 from ..distributed.survivors import Regrouped

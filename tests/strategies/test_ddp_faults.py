@@ -118,8 +118,8 @@ def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPa
 
     def step() -> weakref.ref[Big]:
         big = Big()
-        before, ends = signs.beat.count, time.monotonic() + 60
-        while (signs.beat.count < before + 2 or "in step" not in signs.beat.place) and time.monotonic() < ends:
+        before, ends = signs.beat.num, time.monotonic() + 60
+        while (signs.beat.num < before + 2 or "in step" not in signs.beat.place) and time.monotonic() < ends:
             time.sleep(0.005)
         seen.append(signs.beat.place)
         return weakref.ref(big)

@@ -26,8 +26,7 @@ from ...strategies.core.devices import (
     seconds_between,
     time_mark,
 )
-from ...strategies.core.internals import callbacks_of
-from ...strategies.core.module_checks import has_nan
+from ...strategies.core.module_checks import callbacks_of, has_nan
 from ...strategies.registry import process_devices, ranks_of
 
 NS_PER_MS = 1e6

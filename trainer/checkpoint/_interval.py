@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 from typing_extensions import override
 
-from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import callbacks_of
 from ...strategies.registry import processes_of
 
 

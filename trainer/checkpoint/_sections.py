@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from ...strategies.core import rng
-from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import callbacks_of
 from ...strategies.core.module_state import Kept
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError

@@ -23,7 +23,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import callbacks_of
 from ...strategies.core.patching import replaced
 from ...strategies.distributed.objects import gather_objects
 from ...strategies.registry import ranks_of

@@ -14,8 +14,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...strategies.core import rng
-from ...strategies.core.internals import callbacks_of
-from ...strategies.core.module_checks import is_users
+from ...strategies.core.module_checks import callbacks_of, is_users
 from ...strategies.core.patching import replaced
 from ...strategies.registry import ranks_of
 from . import _position

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ...strategies.batch.losses import is_loss
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.internals import callbacks_of
+from ...strategies.core.module_checks import callbacks_of
 from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.ranks.strategy import RankStrategy

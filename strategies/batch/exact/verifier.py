@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
-from ...core.internals import not_compiling
-from ...core.module_checks import hooked
+from ...core.module_checks import hooked, not_compiling
 from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch

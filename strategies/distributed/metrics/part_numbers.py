@@ -9,7 +9,7 @@ The largest, the smallest or the list of such numbers is not known of parts, and
 hook gives outside of a batch counts once if all ranks give the same, which shows where their states are combined.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Integral, Number
@@ -92,14 +92,6 @@ class WeighedUpdate:
             )
         kinds.add("number")
         return fraction
-
-
-def weighed_updates(kinds: Iterable[type[Metric]], part: Callable[[], Part]) -> Iterator[tuple[type, str, Any]]:
-    """Yield what takes the place of `update` of aggregators: the class, the method's name and the method."""
-    for kind in kinds:
-        # `issubclass` of an ABC takes ten times as long
-        if BaseAggregator in kind.__mro__ and "update" in vars(kind):
-            yield kind, "update", WeighedUpdate(kind.update, part)
 
 
 def verified(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:

@@ -1,6 +1,5 @@
 """States of torchmetrics metrics as ranks send and save them, and how they are combined."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
@@ -80,7 +79,8 @@ class SavedMetric(NamedTuple):
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
-        for name, state in _moved(self.states, metric.device).items():
+        states = apply_to_collection(dict(self.states), Tensor, Tensor.detach)
+        for name, state in move_data_to_device(states, metric.device).items():
             setattr(metric, name, state)
         setattr(metric, "_num_vals_seen" if isinstance(metric, Running) else "_update_count", self.num_updates)
 
@@ -92,10 +92,6 @@ class SavedMetric(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return {**self._asdict(), "marks": [tuple(mark) for mark in self.marks]}
-
-
-def _moved(states: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return move_data_to_device(apply_to_collection(dict(states), Tensor, Tensor.detach), device)
 
 
 def growing(metric: Metric) -> list[str]:
@@ -160,21 +156,11 @@ def resumed_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, An
         return None
     if len(ranks) == 1:
         return dict(ranks[0].states)
+    known = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean}
+    reductions = dict[str, Any](metric._reductions)
+    if any(r not in known and not (r is None and isinstance(metric._defaults[n], list)) for n, r in reductions.items()):
+        return None
+    cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in reductions} for rank in ranks]
+    sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
     with torch.inference_mode(False), torch.no_grad():
-        if type(metric).merge_state is not Metric.merge_state:
-            states = dict(ranks[0].states)
-            for rank in ranks[1:]:  # the states given are put in front
-                merged = copy.deepcopy(metric).cpu()
-                rank.give(merged)
-                merged.merge_state(states)
-                states = {name: getattr(merged, name) for name in metric._defaults}
-            return states
-        known = {dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_mean}
-        reductions = dict[str, Any](metric._reductions)
-        if any(
-            r not in known and not (r is None and isinstance(metric._defaults[n], list)) for n, r in reductions.items()
-        ):
-            return None
-        cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in reductions} for rank in ranks]
-        sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
         return combined_states(metric, sent, joins=False)

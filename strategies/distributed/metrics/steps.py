@@ -5,7 +5,7 @@ kept when it asks for that value; combined over the ranks, and put into the metr
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,16 +28,6 @@ class MetricSteps:
         self._open: set[int] = set()
         self._counts = False
         self._told: set[str] = set()
-
-    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
-        """Yield what takes the place of `forward` of some classes: the class, the method's name and the method."""
-        for kind in kinds:
-            if "forward" in vars(kind) and not kind.__module__.startswith(("pytorch_lightning", "lightning")):
-                yield kind, "forward", self._recording(kind.forward)
-
-    def close(self) -> None:
-        """Forget the last batch."""
-        self.begin_batch(counts=False)
 
     def begin_batch(self, counts: bool) -> None:
         """Forget the last batch; `counts` says whether this rank has any samples of the next one."""
@@ -69,7 +59,9 @@ class MetricSteps:
         for part in metrics_of(metric):
             self._states[id(part)] = Sent.of(part)
 
-    def _recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of `forward` of a class."""
+
         def recorded(metric: Metric, *args: Any, **kwargs: Any) -> Any:
             if id(metric) in self._open:  # a class that calls its parent's forward
                 return forward(metric, *args, **kwargs)

@@ -8,7 +8,7 @@ once, each part with the batch it belongs to:
     rank 1   batch 0: c d
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric, PearsonCorrCoef
+from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
 
@@ -25,7 +26,7 @@ from ...core.module_checks import metrics_of
 from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError
-from .part_numbers import GIVEN, Part, verified, weighed_updates
+from .part_numbers import GIVEN, Part, WeighedUpdate, verified
 from .states import BEFORE, CPU, Mark, Place, Sent, combined_states, growing, ranges
 from .steps import MetricSteps
 
@@ -41,20 +42,6 @@ class MetricSync:
         self._num_passes = 0
         self._windows: dict[int, Running] = {}
         self._counted: dict[int, Mapping[str, Any]] = {}
-
-    def methods(self, kinds: Iterable[type[Metric]]) -> Iterator[tuple[type[Metric], str, Any]]:
-        """Yield what takes the place of the exchange of some classes: the class, the method's name and the method."""
-        own = Metric._sync_dist
-
-        def sync_dist(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
-            if dist_sync_fn is not gather_all_tensors:  # the user's own
-                own(metric, dist_sync_fn, process_group)
-            else:
-                self.combine(metric, process_group or metric.process_group)
-
-        # of the other classes with an exchange of their own, compositions have no states
-        for kind in [Metric, *(kind for kind in kinds if "_gather_tuple_list" in vars(kind))]:
-            yield kind, "_sync_dist", sync_dist
 
     def begin_pass(self, module: nn.Module) -> None:
         """Record in which batch of another pass over loaders the states of the module's metrics grow."""
@@ -144,15 +131,32 @@ class RunMetrics:
             part: returns this rank's part of the batch in process.
         """
         self.end()
-        self.sync, self.steps, kinds = MetricSync(alone), MetricSteps(), _metric_classes()
-        methods = [*self.sync.methods(kinds), *self.steps.methods(kinds), *weighed_updates(kinds, part)]
-        for kind, name, method in methods:
+        self.sync, self.steps = MetricSync(alone), MetricSteps()
+        own, combine = Metric._sync_dist, self.sync.combine
+
+        def sync_dist(metric: Metric, dist_sync_fn: Any = gather_all_tensors, process_group: Any = None) -> None:
+            if dist_sync_fn is not gather_all_tensors:  # the user's own
+                own(metric, dist_sync_fn, process_group)
+            else:
+                combine(metric, process_group or metric.process_group)
+
+        def replace(kind: type[Metric], name: str, method: Any) -> None:
             self._replaced.enter_context(replaced(kind, name, method))
+
+        for kind in _metric_classes():
+            # of the other classes with an exchange of their own, compositions have no states
+            if kind is Metric or "_gather_tuple_list" in vars(kind):
+                replace(kind, "_sync_dist", sync_dist)
+            if "forward" in vars(kind) and not kind.__module__.startswith(("pytorch_lightning", "lightning")):
+                replace(kind, "forward", self.steps.recording(kind.forward))
+            # `issubclass` of an ABC takes ten times as long
+            if "update" in vars(kind) and BaseAggregator in kind.__mro__:
+                replace(kind, "update", WeighedUpdate(kind.update, part))
 
     def end(self) -> None:
         """Restore the metrics' own methods."""
         self._replaced.close()
-        self.steps.close()
+        self.steps.begin_batch(counts=False)
 
 
 def _metric_classes(kind: type[Metric] = Metric) -> set[type[Metric]]:
@@ -185,11 +189,8 @@ def _refuse_as_loss(metric: str, gradient: Tensor) -> None:
 def _sizes(metric: Metric) -> dict[str, int]:
     if isinstance(metric, Running):
         return {"": metric._num_vals_seen}
-    return {name: _size(getattr(metric, name)) for name in growing(metric)}
-
-
-def _size(state: Any) -> int:
-    return len(state) if not isinstance(state, Tensor) or state.dim() else 1
+    states = {name: getattr(metric, name) for name in growing(metric)}
+    return {name: 1 if isinstance(state, Tensor) and not state.dim() else len(state) for name, state in states.items()}
 
 
 def _window_states(window: Running, marks: list[Mark]) -> dict[str, list[tuple[Place, Any]]]:

@@ -21,14 +21,13 @@ from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.progress import _BaseProgress
-from pytorch_lightning.utilities.combined_loader import CombinedLoader, _map_and_unflatten
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ...core import rng
-from ...core.internals import callbacks_of
+from ...core.module_checks import callbacks_of
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
@@ -170,14 +169,11 @@ def _loaders(trainer: pl.Trainer, ids: Mapping[int, str]) -> Iterator[tuple[str,
     """The user's loaders that each loop has read, and how, where they can be pickled and are small."""
     for name, loop in _loops(trainer):
         if (read := getattr(loop, "_combined_loader", None)) is not None:
-            own = _map_and_unflatten(_users, read.flattened, read._spec)
+            given = [getattr(one, "evener_original", one) for one in read.flattened]
+            own = tree_unflatten(given, read._spec)
             with suppress(Exception):  # anything that a user's __reduce__ raises
-                _SmallPickler(_SmallFile(), ids).dump(own)
+                _dumps(own, ids, _LOADER_BYTES)
                 yield name, (own, read._mode)
-
-
-def _users(loader: Any) -> Any:
-    return getattr(loader, "evener_original", loader)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
@@ -199,16 +195,12 @@ def _leave_out(state: dict[str, Any], known: Mapping[str, Any], ids: Mapping[int
     for name, attributes in state["attributes"].items():
         for key in [key for key, item in attributes.items() if not _pickles(item, ids)]:
             del attributes[key]
-            if not _is_librarys(known[name]):
+            if type(known[name]).__module__.partition(".")[0] not in _LIBRARIES:
                 lost.append(f"{type(known[name]).__name__}.{key}")
     for key in [key for key, item in state.items() if not _pickles(item, ids)]:
         state[key] = [] if isinstance(state[key], list) else None
         lost.append(key)
     return lost
-
-
-def _is_librarys(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] in _LIBRARIES
 
 
 def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
@@ -219,9 +211,9 @@ def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
     return True
 
 
-def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
+def _dumps(value: Any, ids: Mapping[int, str], most_bytes: int | None = None) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, ids).dump(value)
+    _Pickler(file, ids, most_bytes).dump(value)
     return file.getvalue()
 
 
@@ -244,20 +236,16 @@ def _function(code: bytes, module: str, name: str, defaults: Any, keywords: Any,
     return function
 
 
-class _SmallFile(io.BytesIO):
-    @override
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > _LOADER_BYTES:
-            raise ValueError
-        return super().write(data)
-
-
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, ids: Mapping[int, str]) -> None:
+    def __init__(self, file: io.BytesIO, ids: Mapping[int, str], most_bytes: int | None) -> None:
         super().__init__(file)
-        self._ids = ids
+        self._file, self._ids, self._most_bytes = file, ids, most_bytes
 
     def persistent_id(self, obj: Any) -> Any:
+        if self._most_bytes is not None:
+            size = obj.nbytes if isinstance(obj, (torch.Tensor, np.ndarray)) else 0  # before it is copied
+            if self._file.tell() + size > self._most_bytes:
+                raise ValueError
         return self._ids.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -266,14 +254,6 @@ class _Pickler(pickle.Pickler):
             code = marshal.dumps(obj.__code__)  # for a process of the same Python
             return _function, (code, obj.__module__, obj.__name__, obj.__defaults__, obj.__kwdefaults__, values)
         return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
-
-
-class _SmallPickler(_Pickler):
-    @override
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, (torch.Tensor, np.ndarray)) and obj.nbytes > _LOADER_BYTES:
-            raise ValueError  # before it is copied
-        return super().persistent_id(obj)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,20 +1,23 @@
 """Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
 
 import ast
+import json
 import multiprocessing
 import os
 import signal
 import sys
-import threading
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
+import torch.multiprocessing as multiprocessing_of_torch
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
@@ -22,6 +25,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.call import _interrupt
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...core import rng
@@ -29,11 +33,19 @@ from ...core.devices import is_in_use
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
 from ...core.module_checks import verify_shapes
-from ..process_exit import LAST_WORDS_S, StopRequests, leave_terminal
+from ..process_exit import (
+    ASK_TO_STOP,
+    LAST_WORDS_S,
+    Answer,
+    StopRequests,
+    forking,
+    handle_no_more,
+    handled,
+    leave_terminal,
+)
 from ..processes import RankProcesses, status_of
 from ..store import RankError, hosted_store, leave_store
-from ._handback import known_objects, pack, pack_callbacks, unpack
-from ._processes import STOPS_ALONE, error, start
+from ._handback import known_objects, pack, pack_callbacks, reduce_method, unpack
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
@@ -42,11 +54,11 @@ StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 POLL_S = 0.1
 """Seconds between two looks at the processes, at most; the end of one is seen at once."""
 
+STOPS_ALONE = 128 + signal.SIGTERM
+"""Exit status of a rank that has stopped by a signal, without the others."""
+
 STOPPED = "stopped by a signal"
 """What rank 0 returns if the processes stopped together after a signal to any of them."""
-
-_handlers_before: dict[int, Any] = {}
-"""The script's own signal handlers, replaced while it waits for its processes."""
 
 
 def start_method(device: torch.device, given: StartMethod | None = None, strategy: str = "ddp") -> StartMethod:
@@ -108,7 +120,6 @@ class ScriptLauncher(_Launcher):
     def __init__(self, strategy: Any, timeout_s: float, method: StartMethod | None) -> None:
         self._strategy, self._timeout_s = strategy, timeout_s
         self._start_method = start_method(strategy.root_device, method, strategy.strategy_name)
-        self._processes: RankProcesses | None = None
 
     @property
     @override
@@ -134,18 +145,16 @@ class ScriptLauncher(_Launcher):
             trainer.strategy.group.at_end = partial(setattr, trainer, "callbacks", trainer.callbacks)
             trainer.callbacks = []
             raise
-        finally:
-            self._processes = None
 
     def _launch(self, work: partial[Any], trainer: Any) -> Any:
         verify_shapes(trainer.lightning_module)
         known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
         with scratch_directory() as folder, self._store() as variables:
-            processes = self._processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
+            processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
             with forwarded_signals(processes) as requests:
                 modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
                 args = (trainer, work, variables, rng.random_state(), modes, folder / "result")
-                start(processes, strategy.num_processes, self._start_method, folder, _rank, *args)
+                _start(processes, strategy.num_processes, self._start_method, folder, *args)
                 failed = processes.join()
             if processes.late:
                 raise RankError(
@@ -159,7 +168,7 @@ class ScriptLauncher(_Launcher):
             if (result := folder / "result").exists():
                 returned = unpack(trainer, known, result.read_bytes())
             if failed is not None and status_of(processes.processes[failed]) not in asked:
-                raise error(processes, failed, folder)
+                raise _error(processes, failed, folder)
         if failed is not None or requests.signum is not None or returned == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
         return returned
@@ -173,11 +182,7 @@ class ScriptLauncher(_Launcher):
 
     @override
     def kill(self, signum: int) -> None:
-        if self._processes is not None:
-            self._processes.end(signum)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_processes": None}  # processes can't be pickled
+        """Signals are forwarded while the processes run."""
 
 
 def _rank(
@@ -192,7 +197,8 @@ def _rank(
     """Be one rank."""
     os.environ.update({**variables, "LOCAL_RANK": str(rank)})
     rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
-    rng.seed_accelerators(torch.initial_seed())
+    torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
+    rng.set_random_state(random_state)
     torch.set_deterministic_debug_mode(modes[0])
     torch.backends.cudnn.benchmark = modes[1]
     _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
@@ -210,30 +216,79 @@ def _rank(
                 temporary.write_bytes(packed)
 
 
-@contextmanager
-def forwarded_signals(ranks: RankProcesses) -> Generator[StopRequests]:
-    """Forward signals that ask to stop to the processes, which stop at one step; a second Ctrl-C kills them."""
-    requests = StopRequests()
+def _start(ranks: RankProcesses, num_ranks: int, method: str, folder: Path, *args: Any) -> None:
+    """Start `_rank(rank, *args)` in a process per rank; one that fails leaves its traceback in a folder."""
+    context: Any = multiprocessing.get_context(method)
+    with forking() if method == "fork" else shared_by_name():
+        for rank in range(num_ranks):
+            process = context.Process(target=_main, args=(rank, folder, args))
+            process.start()
+            ranks.processes.append(process)
 
-    def forward(signum: int, frame: FrameType | None) -> None:
-        answer = requests.receive(signum)
+
+def _error(ranks: RankProcesses, rank: int, folder: Path) -> BaseException:
+    """Tell why a rank failed: its refusal, its traceback, or how it ended.
+
+    A KeyboardInterrupt or SystemExit that the user's code has raised ends the script as it does on one device.
+    """
+    path = _error_file(folder, rank)
+    if not path.exists():
+        process, status = ranks.processes[rank], status_of(ranks.processes[rank]) or 0
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return RankError(f"rank {rank} {how} (process {process.pid}).")
+    told = json.loads(path.read_text(encoding="utf-8"))
+    if told["ends"]:
+        rank_zero_info(f"rank {rank} has ended the run:\n\n{told['text']}")
+        return SystemExit(told["code"]) if told["ends"] == "SystemExit" else KeyboardInterrupt()
+    return ConfigError(told["message"]) if told["refused"] else RankError(f"rank {rank} failed:\n\n{told['text']}")
+
+
+@contextmanager
+def shared_by_name() -> Generator[None]:
+    """Send tensors to processes inside the block by the names of files in shared memory, however many there are.
+
+    By default each takes a file descriptor of the sender's and the receiver's, and a fork server passes 252 at most.
+    Methods are sent under whatever name their object has them.
+    """
+    ForkingPickler.register(MethodType, reduce_method)
+    before = multiprocessing_of_torch.get_sharing_strategy()
+    multiprocessing_of_torch.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        multiprocessing_of_torch.set_sharing_strategy(before)
+
+
+def _main(rank: int, folder: Path, args: tuple[Any, ...]) -> None:
+    try:
+        _rank(rank, *args)
+    except BaseException as exc:  # told in the script
+        if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
+            raise
+        ends = type(exc).__name__ if not isinstance(exc, Exception) else ""
+        told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
+        told |= {"ends": ends, "code": getattr(exc, "code", None)}
+        with replacing(_error_file(folder, rank)) as file:
+            file.write_text(json.dumps(told), encoding="utf-8")
+        sys.exit(1)
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error{rank}.json"
+
+
+def forwarded_signals(ranks: RankProcesses) -> AbstractContextManager[StopRequests]:
+    """Forward signals that ask to stop to the processes, which stop at one step; a second Ctrl-C kills them."""
+
+    def forward(answer: Answer, signum: int, _: FrameType | None) -> None:
         if answer == "at once" or not ranks.processes:
             ranks.end(signal.SIGKILL)
             raise _stop(signum)
         if answer == "first":
             ranks.end(signal.SIGTERM)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield requests
-        return
-    unused = (signal.SIGHUP, signal.SIGUSR1)  # a script's own handler of these, and nohup's, is kept
-    for signum in (signal.SIGTERM, signal.SIGINT, *(s for s in unused if signal.getsignal(s) == signal.SIG_DFL)):
-        _handlers_before[signum] = signal.signal(signum, forward)
-    try:
-        yield requests
-    finally:
-        for signum in list(_handlers_before):
-            signal.signal(signum, _handlers_before.pop(signum))
+    own = {signum for signum in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(signum) != signal.SIG_DFL}
+    return handled(forward, {*ASK_TO_STOP} - own)  # a script's own handler of these is kept
 
 
 def _stop(signum: int) -> BaseException:
@@ -242,8 +297,7 @@ def _stop(signum: int) -> BaseException:
 
 
 def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
-    for signum in list(_handlers_before):
-        signal.signal(signum, _handlers_before.pop(signum))
+    handle_no_more()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
     signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
     try:

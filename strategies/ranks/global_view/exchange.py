@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from ...distributed.reduction import gather_unequal
+from ...distributed.objects import gather_unequal
 
 
 @dataclass

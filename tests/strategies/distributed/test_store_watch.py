@@ -14,8 +14,7 @@ from lightning_fabric.plugins.environments import LightningEnvironment
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
 from evener.strategies.distributed import store as store_file
-from evener.strategies.distributed._store_watch import RANK_FAILED
-from evener.strategies.distributed.store import RankError, base_store, silence, wait_for
+from evener.strategies.distributed.store import RANK_FAILED, RankError, base_store, silence, wait_for
 
 HOST = """
 import time
@@ -32,7 +31,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Generator[subprocess.Popen[str]]:
     assert process.stdout is not None
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # `set_global_rank` sets it for the whole process
     monkeypatch.setattr(store_file, "_STORES", {})
-    monkeypatch.setattr(store_file, "_WATCHES", {})
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", process.stdout.readline().strip())
     try:
@@ -40,7 +38,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Generator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
-        for watch in store_file._WATCHES.values():
+        for _, watch in store_file._STORES.values():
             watch.end()
         RANK_FAILED.clear()
 

@@ -16,8 +16,7 @@ from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
 from evener.strategies.distributed import survivors
-from evener.strategies.distributed._store_watch import PEER_LOST
-from evener.strategies.distributed.store import RankError
+from evener.strategies.distributed.store import PEER_LOST, RankError
 from evener.strategies.distributed.survivors import FORKS, PROCESS, Agent, Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive

@@ -20,7 +20,7 @@ from regression import assert_same
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from evener.strategies.distributed.scripts._processes import shared_by_name
+from evener.strategies.distributed.scripts.launcher import shared_by_name
 from evener.strategies.distributed.store import RankError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
