@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -23,24 +23,12 @@ from ...strategies.batch.exact.values import Programs, Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of
-from ...strategies.data.sampling import Share
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.distributed.objects import gather_objects, gather_rows
 from ...strategies.sharding.whole import map_tensors
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, Sums, combine
 
-
-class _Waiting(NamedTuple):
-    """What this rank has logged of a batch of evaluation that depends on what others have."""
-
-    place: tuple[int, int]
-    packed: Tensor
-    logged: list[Logged]
-    share: Share | None
-
-
-Kept = dict[str, Sums | tuple[Logged, Share | None]]
 Step = tuple[int, int, dict[str, Sums]]
 """Index of the global batch in the epoch, step for the loggers, and the sums of this rank's values by name.
 
@@ -53,9 +41,9 @@ class Exchange:
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._waiting: list[_Waiting] = []
-        self._last: dict[int, tuple[Logged, Share | None]] = {}  # by the id of the series
-        self._steps: list[tuple[int, int, Kept]] = []
+        # of batches of evaluation, by loader and index, what depends on what other ranks have logged
+        self._waiting: list[tuple[tuple[int, int], Tensor, list[Logged]]] = []
+        self._steps: list[tuple[int, int, dict[str, Sums | Logged]]] = []
         self._told: set[str] = set()
         self.has_ended = False
         """Whether ranks have exchanged what the training step in process has logged."""
@@ -109,26 +97,24 @@ class Exchange:
         if results.ranks is None:
             return
         values, step, loader = _values(results), self._step_name, results.dataloader_idx or 0
-        logged, programs = results.pending or [], values.of(step, loader)
-        if results.waits_for_epoch:
-            self._last.update({id(one.series): (one, results.share) for one in logged})
+        programs = values.of(step, loader)
         if not programs:
             results.flush()
             return
         packed = values.packed(programs, self._trainer.strategy.root_device)
-        self._waiting.append(_Waiting(results.ranks.contract.evaluated, packed, logged, results.share))
+        self._waiting.append((results.ranks.contract.evaluated, packed, results.pending or []))
         results.pending = []
 
     def keep_step(self, results: LeanResults, step: int) -> None:
         """Keep the step values, for the loggers' step, of the batch that `end_evaluated` has ended."""
-        kept, steps = Kept(), results.metric_steps
-        for _, series in results.current():
+        kept, steps = dict[str, Sums | Logged](), results.metric_steps
+        for _, series in results.valid_items():
             if series.on_step and (series.meta.logger or series.meta.prog_bar):
                 value, name = series.step_value(), results.shown_name(series, True)
                 if steps is not None and _has_step_value(series, steps):
                     kept[name] = Sums("metric", (series.meta.metric_attribute or "", steps.states(series.value)))
-                elif series.shared and id(series) in self._last:
-                    kept[name] = self._last[id(series)]
+                elif series.shared and series.logged is not None:
+                    kept[name] = series.logged
                 elif isinstance(value, Tensor):
                     kept[name] = Sums("own", value)
         assert results.ranks is not None
@@ -156,8 +142,11 @@ class Exchange:
             self._count_waiting(results)
         for metric in metrics_of(self._trainer.lightning_module):
             metric._computed = None  # without updates on this rank it may have some on others
-        own = {key: series for key, series in results.current() if series.on_epoch and series.computed is None}
-        own = {key: series for key, series in own.items() if not series.meta.sync.rank_zero_only}
+        own: dict[str, Series] = {
+            key: series
+            for key, series in results.valid_items()
+            if series.on_epoch and series.computed is None and not series.meta.sync.rank_zero_only
+        }
         described = {key: series.entry() for key, series in own.items()}
         gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results)))
         told: dict[str, list[Entry]] = {}
@@ -181,20 +170,18 @@ class Exchange:
         if values.knows_none(step):
             return
         parts = dict[tuple[int, int], list[Tensor]]()
-        for rank in gather_objects([(one.place, one.packed.tolist()) for one in waiting]):
+        for rank in gather_objects([(place, packed.tolist()) for place, packed, _ in waiting]):
             for place, row in rank:
                 parts.setdefault(place, []).append(torch.tensor(row, dtype=torch.float64))
-        share = results.share
-        for one in waiting:
-            found = combined(values.of(step, one.place[0]), torch.stack(parts[one.place]))
-            _replace(one.logged, found, step)
-            results.share, results.pending = one.share, one.logged
+        for place, _, logged in waiting:
+            _replace(logged, combined(values.of(step, place[0]), torch.stack(parts[place])), step)
+            results.pending = logged
             results.flush()
-        results.share, results.pending = share, None
+        results.pending = None
 
     def _take_steps(self, results: LeanResults) -> list[Step]:
         """Return all steps kept so far, to be sent, and clear them."""
-        steps, self._steps, self._last = self._steps, [], {}
+        steps, self._steps = self._steps, []
         return [(index, step, {name: _sent(kept[name], results) for name in kept}) for index, step, kept in steps]
 
     @staticmethod
@@ -306,14 +293,13 @@ def _share_step_values(steps: MetricSteps | None, logged: Sequence[Logged]) -> N
         series.last = steps.value(series.value, [states[i] for states in gathered])
 
 
-def _sent(value: Sums | tuple[Logged, Share | None], results: LeanResults) -> Sums:
+def _sent(value: Sums | Logged, results: LeanResults) -> Sums:
     """The sums of one value, as numbers."""
     if isinstance(value, Sums):
         return value if value.kind == "metric" else Sums(value.kind, float(value.value))
-    logged, share = value
-    assert logged.copy is not None
-    weight = float(results.weight(logged, share, None)) if logged.series.kind == "mean" else 1
-    return Sums(logged.series.kind, float(logged.copy) * weight, weight)
+    assert value.copy is not None
+    weight = float(results.weight(value)) if value.series.kind == "mean" else 1
+    return Sums(value.series.kind, float(value.copy) * weight, weight)
 
 
 def _shown(values: list[Sums], results: LeanResults) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultCollection, _Sync
 from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.data import _extract_batch_size, extract_batch_size
@@ -37,6 +36,7 @@ class Logged:
         copy: its copy, as it was then; None for a metric object.
         size: samples that it is weighted by, or what was given.
         given: whether `batch_size` was given.
+        share: this rank's part of the batch; None if all ranks count the same.
     """
 
     series: Series
@@ -44,6 +44,7 @@ class Logged:
     copy: Tensor | None
     size: Any
     given: bool
+    share: Share | None
 
 
 def step_of(meta: _Metadata) -> tuple[str, int]:
@@ -161,7 +162,9 @@ class LeanResults(_ResultCollection):
             return False
         if pending is not None and (series.is_tensor or series.on_step):
             copy = series.last if series.is_tensor else None
-            pending.append(Logged(series, value, copy, size, given is not None))
+            pending.append(Logged(series, value, copy, size, given is not None, self.share))
+            if not self.training:
+                series.logged = pending[-1]
         return True
 
     def flush(self) -> list[Logged]:
@@ -172,7 +175,7 @@ class LeanResults(_ResultCollection):
         self.pending = []
         for logged in taken:
             if logged.copy is not None:
-                logged.series.count(logged.copy, self.weight(logged, self.share, self._scale(logged)))
+                logged.series.count(logged.copy, self.weight(logged))
         return taken
 
     def _scale(self, logged: Logged) -> Tensor | None:
@@ -187,10 +190,10 @@ class LeanResults(_ResultCollection):
 
     def step_weight(self, logged: Logged) -> Any:
         """The weight of a value among those that ranks have logged in the batch; 0 on a rank without samples."""
-        scale, share = self._scale(logged), self.share
+        scale, share = self._scale(logged), logged.share
         return (1 if share is None else share.num) if scale is None else scale
 
-    def weight(self, logged: Logged, share: Share | None, scale: Tensor | None) -> Any:
+    def weight(self, logged: Logged) -> Any:
         """The weight of a value in a mean over batches and ranks.
 
             samples     no `batch_size` was given, or this part's own number of samples
@@ -198,12 +201,9 @@ class LeanResults(_ResultCollection):
             given       other numbers, such as that of the valid labels that the loss is a mean over
 
         The verifier knows which it is; of what hooks log, and of streams, a part's own number of samples is known.
-
-        Args:
-            share: this rank's part of the batch; None if all ranks count the same.
-            scale: see `_scale`.
         """
-        size, samples, num_ranks = logged.size, logged.size, self.trainer.world_size
+        scale, share, num_ranks = self._scale(logged), logged.share, self.trainer.world_size
+        size = samples = logged.size
         if scale is not None:
             samples = scale * (size if share is None else share.total / num_ranks)
         if not logged.given or (share is None and isinstance(size, int)):
@@ -257,34 +257,14 @@ class LeanResults(_ResultCollection):
             return value
         return self.trainer.strategy.reduce(value, group=group, reduce_op=reduce_op)  # pyright: ignore[reportReturnType]  # of a tensor a tensor
 
-    def current(self) -> list[tuple[str, Series]]:
-        """The series that were logged since the last reset, of the loader in process, by key."""
-        items, loader = dict[str, Any](self.items()), self.dataloader_idx
-        return [(key, one) for key, one in items.items() if not one.has_reset and one.meta.dataloader_idx == loader]
-
     def shown_name(self, series: Series, on_step: bool) -> str:
         """The name that loggers and the bar show."""
         return self._forked_name(series, on_step)[1]  # pyright: ignore[reportArgumentType]  # in place of Lightning's metric
 
-    @override
-    def metrics(self, on_step: bool) -> Any:
-        found: dict[str, dict[str, Any]] = {"callback": {}, "log": {}, "pbar": {}}
-        for _, series in self.current():
-            value = series.step_value() if on_step else self._of_epoch(series)
-            if not isinstance(value, Tensor):
-                continue
-            name, forked = self._forked_name(series, on_step)  # pyright: ignore[reportArgumentType]  # as above
-            value = value.detach()
-            if series.meta.logger:
-                found["log"][forked] = value
-            if self.training or (series.on_epoch and not on_step):
-                found["callback"][name] = found["callback"][forked] = value
-            if series.meta.prog_bar:
-                found["pbar"][forked] = convert_tensors_to_scalars(value)
-        return found
-
-    def _of_epoch(self, series: Series) -> Any:
-        """The epoch's value; until ranks have exchanged it, this rank's own, and none of a metric."""
+    def _get_cache(self, series: Any, on_step: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # Lightning's is static
+        """The step's value, or the epoch's: until ranks have exchanged it, this rank's own, and none of a metric."""
+        if on_step:
+            return series.step_value()
         if not series.on_epoch:
             return None
         if series.computed is None and self.ranks is not None:
@@ -305,10 +285,7 @@ class LeanResults(_ResultCollection):
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         connector: Any = self.trainer._logger_connector
         connector.settle()
-        all_series: Any = self.values()
-        for series in all_series:
-            if (metrics is None or metrics != series.is_tensor) and fx in (None, series.meta.fx):
-                series.reset()
+        super().reset(metrics, fx)
         if self.pending:  # Lightning drops what the first batch logged before another hook did
             self.pending[:] = [logged for logged in self.pending if not logged.series.has_reset]
 

@@ -72,6 +72,7 @@ class Series:
 
     Attributes:
         last: the last step's value: a copy, or a number that no tensor was made of yet.
+        logged: in an evaluation whose ranks share batches the last value with what it counts for; see `LeanResults`.
         options: the arguments of `self.log` with which further values are added without Lightning's checks; or None.
     """
 
@@ -90,6 +91,7 @@ class Series:
     def _begin(self) -> None:
         self.has_reset = False
         self.last: Any = None
+        self.logged: Any = None
         self.computed: Any = None
         self._dtype = torch.float32
         self.sums = Sums(self.kind, scalar(START[self.kind], self.device, default_dtype()))

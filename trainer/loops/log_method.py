@@ -1,6 +1,5 @@
 """Speed up `self.log` and `self.log_dict`: Lightning's own method for a key's first value, a slot for all others."""
 
-import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +20,6 @@ _OPTIONS = (
     "add_dataloader_idx", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
 """The options of a slot: the arguments of `log` besides name, value and batch size."""
-_DEFAULTS = {name: inspect.signature(pl.LightningModule.log).parameters[name].default for name in _OPTIONS}
 
 
 class LeanLog(ModuleLog):
@@ -37,7 +35,7 @@ class LeanLog(ModuleLog):
         self.state: dict[str, Any] = module.__dict__
 
     @override
-    def __call__(  # in full, since a call with `*args, **options` takes longer
+    def keep(  # in full, since a call with `*args, **options` takes longer
         self,
         name: str,
         value: Any,
@@ -54,19 +52,10 @@ class LeanLog(ModuleLog):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value; see `LightningModule.log`."""
         options = (
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if self.receiver is not None:
-            self.receiver(name, value, batch_size=batch_size, **dict(zip(_OPTIONS, options, strict=True)))
-        elif torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
-            self._log_first(name, value, options, batch_size)
-
-    @override
-    def keep(self, name: str, value: Any, *args: Any, batch_size: Any = None, **given: Any) -> None:
-        options = tuple([given.get(name, default) for name, default in _DEFAULTS.items()])
         if torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
             self._log_first(name, value, options, batch_size)
 
