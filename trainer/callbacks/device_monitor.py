@@ -32,22 +32,14 @@ class DeviceMonitor(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         memory = gather_peak_memory_mib(trainer.strategy)
         values = {f"device/peak_memory_mib_{i}": value for i, value in enumerate(memory)}
-        if not any(name.startswith("balance/") for name in trainer.logged_metrics):
-            values |= shares(trainer)
+        sizes, _ = global_sizes(trainer)  # empty, or one, if the batch is not cut
+        if len(sizes) > 1 and not any(name.startswith("balance/") for name in trainer.logged_metrics):
+            values |= {f"balance/share_{i}": size / sum(sizes) for i, size in enumerate(sizes)}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))
 
 
-def shares(trainer: pl.Trainer) -> dict[str, float]:
-    """The fraction of a full batch that each device gets by the strategy's policy; empty if the batch is not cut."""
-    sizes, _ = global_sizes(trainer)
-    return {f"balance/share_{i}": size / sum(sizes) for i, size in enumerate(sizes)} if len(sizes) > 1 else {}
-
-
 log = logging.getLogger(__name__)
-
-NUM_POINTS = 2
-"""Log points in succession at which a rank must be the slowest."""
 
 SLOWER = 1.15
 """Ratio of the slowest rank's lower quartile to every other rank's upper one from which it counts as slower."""
@@ -66,15 +58,11 @@ class Spread(NamedTuple):
         return cls(*quantiles(seconds, method="inclusive"))
 
 
-def slow_rank(points: Sequence[Sequence[Spread]]) -> int | None:
-    """Find the rank that was clearly slower than every other at each of some log points; None if there is none."""
-    slowest = {max(range(len(ranks)), key=lambda rank: ranks[rank].middle) for ranks in points}
-    if len(slowest) != 1:
-        return None
-    (rank,) = slowest
-    others = [max(spread.high for other, spread in enumerate(ranks) if other != rank) for ranks in points]
-    clear = all(ranks[rank].low > SLOWER * highest for ranks, highest in zip(points, others, strict=True))
-    return rank if clear else None
+def slow_rank(ranks: Sequence[Spread]) -> int | None:
+    """Find the rank that is clearly slower than every other; None if there is none."""
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].low)
+    highest = max(spread.high for rank, spread in enumerate(ranks) if rank != slowest)
+    return slowest if ranks[slowest].low > SLOWER * highest else None
 
 
 class SlowRank(pl.Callback):
@@ -83,21 +71,14 @@ class SlowRank(pl.Callback):
     The times are those that torch's DDP samples; ranks exchange their quartiles at log points.
     """
 
-    def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._times: DDPTimes | None = None
-        self._own: list[float] = []
-        self._points: list[list[Spread]] = []
-        self._num_batches = self._last_step = 0
-
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._forget()
+        self._own: list[float] = []
+        self._slow: int | None = None
+        self._num_batches = self._last_step = 0
         ranks = ranks_of(trainer.strategy)
-        if ranks is not None and trainer.world_size > 1 and name_of(ranks) == "ddp":
-            self._times = DDPTimes.of(trainer)
+        is_ddp = ranks is not None and trainer.world_size > 1 and name_of(ranks) == "ddp"
+        self._times = DDPTimes.of(trainer) if is_ddp else None
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -114,15 +95,14 @@ class SlowRank(pl.Callback):
 
     def _judge(self, spreads: Sequence[Spread | None], is_first: bool) -> None:
         known = [spread for spread in spreads if spread is not None]
-        self._points = [*self._points, known][-NUM_POINTS:] if len(known) == len(spreads) else []
-        rank = slow_rank(self._points) if len(self._points) == NUM_POINTS else None
-        if rank is None:
+        before, self._slow = self._slow, slow_rank(known) if len(known) == len(spreads) else None
+        if self._slow is None or self._slow != before:
             return
         self._times = None
         if is_first:
-            others = max(spread.middle for other, spread in enumerate(known) if other != rank)
+            others = max(spread.middle for rank, spread in enumerate(known) if rank != self._slow)
             log.warning(
                 "Rank %d takes %.3g ms for its own part of a step, the others at most %.3g ms, and all wait for it. "
                 "strategy=balanced_ddp gives each rank the share of the global batch that it is fast enough for.",
-                rank, 1000 * known[rank].middle, 1000 * others,
+                self._slow, 1000 * known[self._slow].middle, 1000 * others,
             )  # fmt: skip

@@ -168,22 +168,17 @@ class Series:
             self.last = scalar(self.last, self.device, self._dtype)
         return self.last if self.on_step else None
 
-    def of_epoch(self, reduce: Any = torch.clone) -> Tensor:
-        """This rank's value of the epoch, or, with a function that reduces over ranks, that of all."""
-        value, weight = reduce(self.sums.value), self.sums.weight
+    def of_epoch(self, reduce: Any = _Sync.no_op) -> Tensor:
+        """This rank's value of the epoch, or, with a function that reduces tensors over ranks in place, that of all."""
+        value = reduce(self.sums.value.clone())
         if self.kind != "mean":
             return value
-        return value / reduce(weight if isinstance(weight, Tensor) else torch.as_tensor(weight, device=self.device))
+        return value / reduce(torch.as_tensor(self.sums.weight, device=self.device).clone())
 
     def compute(self) -> Any:
         """The epoch's value, reduced over ranks by Lightning's own strategies; metrics gather their own states."""
         if self.computed is None:
-            reduce: Any = self.meta.sync
-
-            def reduce_copy(value: Tensor) -> Tensor:
-                return reduce(value.clone())
-
-            self.computed = self.of_epoch(reduce_copy) if self.is_tensor else self.value.compute()
+            self.computed = self.of_epoch(self.meta.sync) if self.is_tensor else self.value.compute()
         return self.computed
 
     def to(self, *args: Any, **kwargs: Any) -> "Series":

@@ -12,7 +12,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -24,9 +23,6 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.patching import Replacement
 from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
-
-_FUSED = (torch.float32, torch.float64)
-"""Types in which a sum of weights is exact, so that one operation divides all gradients of a device."""
 
 
 class Accumulation:
@@ -101,23 +97,14 @@ class Accumulation:
         total = self.total if ranks is None else ranks.group.mean(self.total) * ranks.world_size
         # where all weights are zero, so are the gradients, which must not become nan
         divisor = torch.where(total == 0, 1, total) if isinstance(total, Tensor) else total or 1.0
+        updated = (p for one in self.trainer.optimizers for group in one.param_groups for p in group["params"])
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is not None and gradient.layout is torch.strided and gradient.dtype in _FUSED:
+        for parameter in dict.fromkeys([*self.trainer.lightning_module.parameters(), *updated]):
+            if (gradient := parameter.grad) is not None:
                 groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-            elif gradient is not None:
-                gradient.div_(divisor.to(gradient.device) if isinstance(divisor, Tensor) else divisor)
-        for (device, dtype), gradients in groups.items():
-            torch._foreach_div_(gradients, divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor)
+        for (device, _), gradients in groups.items():
+            torch._foreach_div_(gradients, divisor.to(device) if isinstance(divisor, Tensor) else divisor)
         self._is_divided = True
-
-    def _parameters(self) -> list[Parameter]:
-        """Return the module's parameters and any others that the optimizer updates, each once."""
-        found = {id(p): p for p in self.trainer.lightning_module.parameters()}
-        for optimizer in self.trainer.optimizers:
-            found.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
-        return list(found.values())
 
 
 class WeighedAutomaticOptimization(_AutomaticOptimization):

@@ -15,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import Precision as FabricPrecision
-from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar, Timer, TQDMProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.profilers import PassThroughProfiler
 from pytorch_lightning.strategies import Strategy
@@ -118,6 +118,7 @@ def public_and_private(*classes: type) -> Base:
 
 
 CALLBACK = public_and_private(pl.Callback)
+CHECKPOINT = public_and_private(ModelCheckpoint)
 MODULE = public_and_private(pl.LightningModule)
 DATA_MODULE = public_and_private(pl.LightningDataModule)
 STRATEGY = public_and_private(Strategy)
@@ -194,12 +195,8 @@ class HookPlan:
         """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""
         bar = self.timed_bar
         targets = [cb for cb in self.callbacks if name not in CALLBACK or overridden(cb, name, CALLBACK)]
-        if (
-            name == "on_train_batch_end"
-        ):  # of Lightning's `ModelCheckpoint` it does nothing if that saves at epochs only
-            savers = [cb for cb in targets if isinstance(cb, ModelCheckpoint) and _ignores_outputs(cb)]
-            idle = [cb for cb in savers if cb._every_n_train_steps < 1 and cb._train_time_interval is None]
-            targets = [cb for cb in targets if cb not in idle]
+        if name == "on_train_batch_end":
+            targets = [cb for cb in targets if not _saves_at_epochs_only(cb)]
         if bar is not None and hasattr(bar, name):
             targets = [bar if cb is bar.bar else cb for cb in targets]
         in_module = overridden(self.module, name, MODULE)
@@ -242,16 +239,16 @@ class HookPlan:
         return (plain or alone) and not any_overridden(self.precision, (context, "forward_context"), PRECISION)
 
     def reads_outputs(self) -> bool:
-        """Whether any callback may read the output of `training_step`; Lightning's own are known to ignore it."""
+        """Whether anyone may read the output of `training_step`; the default progress bar does not."""
         targets, in_module = self.work.get("on_train_batch_end", ([], False))
-        return in_module or any(not _ignores_outputs(target) for target in targets)
+        return in_module or any(target is not self.timed_bar for target in targets)
 
 
-_IGNORING_OUTPUTS = [
-    cls.on_train_batch_end for cls in (ModelCheckpoint, TQDMProgressBar, RichProgressBar, Timer, TimedBar)
-]
-
-
-def _ignores_outputs(target: object) -> bool:
-    own = "on_train_batch_end" in getattr(target, "__dict__", ())
-    return getattr(type(target), "on_train_batch_end", None) in _IGNORING_OUTPUTS and not own
+def _saves_at_epochs_only(callback: Any) -> bool:
+    """Whether a callback is Lightning's `ModelCheckpoint` with nothing to do at the end of a batch."""
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and not overridden(callback, "on_train_batch_end", CHECKPOINT)
+        and callback._every_n_train_steps < 1
+        and callback._train_time_interval is None
+    )
