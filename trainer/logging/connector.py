@@ -45,8 +45,13 @@ class LeanLoggerConnector(_LoggerConnector):
         """Whether ranks have exchanged all that was logged before the end of the evaluation that comes next."""
         super().__init__(trainer)
 
-    def start_batch(self, results: LeanResults, batch: Batch, dataloader_idx: int | None) -> None:
-        """Like Lightning's `on_batch_start`, for a loop that has its results at hand."""
+    @override
+    def on_batch_start(
+        self, batch: Batch, dataloader_idx: int | None = None, results: LeanResults | None = None
+    ) -> None:
+        """Begin a batch; a loop that has its results at hand gives them, which are found slowly."""
+        if results is None:
+            results = cast(LeanResults, self.trainer._results)
         if self._first_loop_iter is None:
             self._first_loop_iter = True
         elif self._first_loop_iter is True:
@@ -82,8 +87,11 @@ class LeanLoggerConnector(_LoggerConnector):
         self._exchange.end_step(results)
         self._exchange.has_ended |= early
 
-    def finish_batch(self, results: LeanResults) -> None:
-        """Like Lightning's `on_batch_end`, for a loop that has its results at hand; metrics are collected later."""
+    @override
+    def on_batch_end(self) -> None:
+        """End a batch; metrics are collected later."""
+        results = self.batch_results
+        assert results is not None
         if results.pending is not None:
             (self._exchange.end_step if results.training else self._exchange.end_evaluated)(results)
         if results and self._unread is not results:
@@ -116,14 +124,6 @@ class LeanLoggerConnector(_LoggerConnector):
             self._progress_bar_metrics.update(metrics["pbar"])
             self._callback_metrics.update(metrics["callback"])
             self._logged_metrics.update(metrics["log"])
-
-    @override
-    def on_batch_start(self, batch: Batch, dataloader_idx: int | None = None) -> None:
-        self.start_batch(cast(LeanResults, self.trainer._results), batch, dataloader_idx)
-
-    @override
-    def on_batch_end(self) -> None:
-        self.finish_batch(cast(LeanResults, self.trainer._results))
 
     @override
     def epoch_end_reached(self) -> None:

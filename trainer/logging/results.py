@@ -108,7 +108,7 @@ class LeanResults(_ResultCollection):
         self.waits_for_epoch |= waits
         series.counts_samples |= waits and series.is_tensor and series.kind == "mean"
         self.store(series, value, given)
-        if self._reduces_at_once(series):
+        if self.reduces_at_once(series):
             series.last = meta.sync(series.last.clone())
 
     def key(self, fx: str, name: str, indexed: bool) -> str:
@@ -241,15 +241,9 @@ class LeanResults(_ResultCollection):
         monitored = {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
         return name in by_step or f"{name}_step" in monitored or (name in monitored and not on_epoch)
 
-    def _reduces_at_once(self, series: Series) -> bool:
+    def reduces_at_once(self, series: Series) -> bool:
         """Whether a step's value is reduced where it is logged: under Lightning's own strategies."""
         return series.shared and self.ranks is None and self.trainer.world_size > 1
-
-    def allow_quick(self, fx: str, series: Series, options: tuple[Any, ...]) -> None:
-        """Let further values with the same arguments from the same hook go to a series without Lightning's checks."""
-        if not self._reduces_at_once(series):
-            series.options = options
-            self.quick[fx, series.meta.name, self.dataloader_idx] = series
 
     def reduce(self, value: Tensor, group: Any = None, reduce_op: str | None = "mean") -> Tensor:
         """Reduce a value over ranks as Lightning does; strategies whose ranks share batches exchange it themselves."""

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.loops import fetchers
-from pytorch_lightning.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from pytorch_lightning.utilities.combined_loader import CombinedLoader, _MaxSizeCycle, _Sequential
 from torch import Tensor
 
@@ -14,12 +14,15 @@ from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
 from ...strategies.data.torch_loader import next_of
-from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, overridden
+from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, may_be_lean, overridden
 
 
-def fetch_unprofiled(fetcher: Any) -> None:
-    """Have a fetcher record nothing for the profiler."""
-    fetcher._start_profiler = fetcher._stop_profiler = fetchers._profile_nothing
+def may_read_lean(trainer: Any, fetcher: Any) -> bool:
+    """Whether steps on a fetcher's batches may be lean; it then records nothing for the profiler."""
+    is_lean = may_be_lean(trainer)
+    if is_lean:
+        fetcher._start_profiler = fetcher._stop_profiler = fetchers._profile_nothing
+    return is_lean and not isinstance(fetcher, _DataLoaderIterDataFetcher)
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -35,17 +38,16 @@ class OneLoader:
     """
 
     def __init__(self, fetcher: _DataFetcher) -> None:
-        assert self.fits(fetcher)
         self.fetcher = fetcher
         self.combined: Any = fetcher.combined_loader._iterator
         self._iterator: Any = None
         self._next: Callable[[], Batch] = self.__next__
 
-    @staticmethod
-    def fits(fetcher: _DataFetcher) -> bool:
-        """Whether the fetcher reads one loader of known length."""
+    @classmethod
+    def of(cls, fetcher: _DataFetcher) -> "OneLoader | None":
+        """That of a fetcher; None unless it reads one loader of known length."""
         combined: Any = fetcher._combined_loader
-        return (
+        fits = (
             type(fetcher) is _PrefetchDataFetcher
             and fetcher.length is not None
             and type(combined) is CombinedLoader
@@ -53,6 +55,7 @@ class OneLoader:
             and len(iterator.iterables) == len(iterator.iterators) == 1
             and combined._spec.num_nodes == 1
         )
+        return cls(fetcher) if fits else None
 
     def __next__(self) -> Batch:
         """Return the next batch.

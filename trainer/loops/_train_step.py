@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -32,7 +32,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
-from ._batch_fetch import batch_mover
+from ._batch_fetch import OneLoader, batch_mover
 from .accumulation import Accumulation
 from .hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 
@@ -112,8 +112,16 @@ class TrainStep:
 
     optimizer: PlainOptimizer
 
-    def __init__(self, plan: HookPlan, automatic: _AutomaticOptimization, accumulation: Accumulation) -> None:
+    def __init__(
+        self,
+        plan: HookPlan,
+        loader: OneLoader | _DataFetcher,
+        automatic: _AutomaticOptimization,
+        accumulation: Accumulation,
+    ) -> None:
         self.plan = plan
+        # Lightning's fetcher also returns the indices of the batch and of the loader
+        self.next_batch = loader.__next__ if isinstance(loader, OneLoader) else lambda: next(loader)[0]
         self.trainer = plan.trainer
         self.automatic = automatic
         self.accumulation = accumulation
@@ -179,12 +187,9 @@ class TrainStep:
         return reported
 
     def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        plan, state, parts = self.plan, self.plan.state, self.trainer.accumulate_grad_batches
+        plan, parts = self.plan, self.trainer.accumulate_grad_batches
         args = (batch, batch_idx) if self.takes_index else (batch,)
-        before = state["_current_fx_name"]
-        state["_current_fx_name"] = "training_step"
-        output = self.forward(*args)
-        state["_current_fx_name"] = before
+        output = plan.call_as("training_step", self.forward, *args)
         if plan.stale():
             self.resolve()
         first = parts == 1 or batch_idx % parts == 0
@@ -203,9 +208,7 @@ class TrainStep:
         del output, others
         if first:
             self._zero_grad(batch_idx)
-        state["_current_fx_name"] = "backward"
-        self.backward(loss)
-        state["_current_fx_name"] = before
+        plan.call_as("backward", self.backward, loss)
         if stepping and exact:
             self.accumulation.divide_gradients()
         return reported
@@ -257,17 +260,12 @@ class TrainStep:
 
     def _before_update(self) -> None:
         """Call the hooks between backward and the optimizer's update, and clip."""
-        plan, trainer, optimizer = self.plan, self.trainer, self.optimizer.optimizer
+        plan, optimizer = self.plan, self.optimizer.optimizer
+        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
         if "on_before_optimizer_step" in plan.work:
             plan.call("on_before_optimizer_step", optimizer)
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-        if not self.clips_itself and type(value) in (int, float) and type(algorithm) is GradClipAlgorithmType:
-            plan.precision.clip_gradients(optimizer, value, algorithm)
-        elif value or self.clips_itself:
-            # Lightning's own method, for its checks of value and algorithm
-            plan.precision._clip_gradients(
-                plan.module, optimizer, value, gradient_clip_algorithm=trainer.gradient_clip_algorithm
-            )
+        if value or self.clips_itself:
+            plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
 
 
 def _is_known(plan: HookPlan) -> bool:

@@ -113,23 +113,17 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
         super().__init__(trainer)
         self._accumulation = accumulation
-        self._is_first = True
         self.num_none = 0
         """Number of batches for which `training_step` returned None."""
 
     @override
-    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: Any) -> Any:
-        self._is_first = batch_idx % self.trainer.accumulate_grad_batches == 0
-        return super().run(optimizer, batch_idx, kwargs)
-
-    @override
     def _training_step(self, kwargs: Any) -> ClosureResult:
-        if self._is_first:  # an optimizer that computes it again begins anew
+        parts = self.trainer.accumulate_grad_batches
+        if self.trainer.fit_loop.batch_idx % parts == 0:  # an optimizer that computes it again begins anew
             self._accumulation.start()
         result = super()._training_step(kwargs)
         self.num_none += result.closure_loss is None
         if self._accumulation.exact and result.closure_loss is not None:
-            parts = self.trainer.accumulate_grad_batches
             output = {"loss": result.closure_loss, **result.extra}
             result.closure_loss = self._accumulation.weigh(
                 result.closure_loss * parts, output, next(iter(kwargs.values()))

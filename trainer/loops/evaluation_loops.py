@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.utilities.exceptions import SIGTERMException
@@ -18,9 +17,9 @@ from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of, ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, batch_mover, fetch_unprofiled, to_cpu
+from ._batch_fetch import OneLoader, batch_mover, may_read_lean, to_cpu
 from .explained_errors import only_loaders_end
-from .hook_plan import HookPlan, may_be_lean
+from .hook_plan import HookPlan
 
 
 class StepPlan:
@@ -34,9 +33,8 @@ class StepPlan:
         self.results: LeanResults | None = None if predicts else loop._results
         self.step_name = f"{stage}_step"
         self.start_name, self.end_name = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
-        self.hooks = HookPlan(trainer, (self.start_name, self.end_name), getattr(trainer, "timed_bar", None))
-        fetcher = loop._data_fetcher
-        self.loader = OneLoader(fetcher) if OneLoader.fits(fetcher) else None
+        self.hooks = HookPlan(trainer, (self.start_name, self.end_name))
+        self.loader = OneLoader.of(loop._data_fetcher)
         self.sanity_checks = trainer.sanity_checking
         self.contract = contract_of(trainer.strategy)
         self.names_loader = loop._combined_loader._mode == "sequential" and loop.num_dataloaders > 1
@@ -67,7 +65,7 @@ class StepPlan:
         total.ready += 1
         current.ready += 1
         if results is not None:
-            connector.start_batch(results, batch, dataloader_idx if self.names_loader else None)
+            connector.on_batch_start(batch, dataloader_idx if self.names_loader else None, results)
         writes = self.writes and loop._store_data_for_prediction_writer(batch_idx, dataloader_idx)
         if self.start_name in hooks.work:
             hooks.call(self.start_name, *args)
@@ -81,7 +79,7 @@ class StepPlan:
         if self.end_name in hooks.work:
             hooks.call(self.end_name, output, *args)
         if results is not None:
-            connector.finish_batch(results)
+            connector.on_batch_end()
         total.completed += 1
         current.completed += 1
         if results is not None:
@@ -94,14 +92,10 @@ class StepPlan:
 
     def _step(self, args: tuple[Any, ...]) -> Any:
         """Call the module's step, through the strategy if the strategy overrides it."""
-        hooks, state = self.hooks, self.hooks.state
         if not self.takes_index:
             args = (args[0], *args[2:])
-        before = state["_current_fx_name"]
-        state["_current_fx_name"] = self.step_name
-        output = getattr(hooks.module if self.plain else hooks.strategy, self.step_name)(*args)
-        state["_current_fx_name"] = before
-        return output
+        owner = self.hooks.module if self.plain else self.hooks.strategy
+        return self.hooks.call_as(self.step_name, getattr(owner, self.step_name), *args)
 
     def _end_evaluated(self, results: LeanResults, dataloader_idx: int) -> None:
         trainer, loop = self.hooks.trainer, self.loop
@@ -135,11 +129,7 @@ class PlannedLoop(_Loop):
     def reset(self) -> None:
         """Plan the steps of the next run, unless Lightning's own must run."""
         cast("Any", super()).reset()
-        fetcher: Any = vars(self)["_data_fetcher"]
-        self._plan = None
-        if may_be_lean(self.trainer):
-            fetch_unprofiled(fetcher)
-            self._plan = None if isinstance(fetcher, _DataLoaderIterDataFetcher) else StepPlan(self)
+        self._plan = StepPlan(self) if may_read_lean(self.trainer, vars(self)["_data_fetcher"]) else None
 
     def run_planned(self, plan: StepPlan, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
         """Run a step and, of a single loader, all others, without Lightning's loop around each.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
@@ -90,7 +90,7 @@ def _refuse_of_users(exc: StopIteration) -> None:
             if "dataloader_iter" in code.co_varnames[: code.co_argcount]:  # a step that asks the loader itself
                 return
             where = f"{code.co_name} raised StopIteration at {Path(code.co_filename).name}:{line}"
-        elif not where and code.co_name in ("_fetch", "__next__"):
+        elif not where and code.co_name == "__next__":
             return
     if where:
         raise RuntimeError(
@@ -100,7 +100,9 @@ def _refuse_of_users(exc: StopIteration) -> None:
 
 def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
     text = str(exc)
-    device, samples = trainer.strategy.root_device, _samples(trainer)
+    device, results = trainer.strategy.root_device, cast("Any", trainer._results)
+    count = None if results is None or results.batch is None else num_samples(results.batch)
+    samples = "outside of a step" if count is None else f"{count} samples at once"
     if found := re.search(r"\bGPU (\d+)\b", text):
         device = torch.device((torch.accelerator.current_accelerator() or torch.device("cuda")).type, int(found[1]))
     if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
@@ -114,9 +116,3 @@ def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
         "set precision=bf16-mixed, or use more devices; strategy=balanced_dp gives the first device less. "
         f"({text.splitlines()[0]})"
     )
-
-
-def _samples(trainer: pl.Trainer) -> str:
-    results: Any = trainer._results
-    count = None if results is None or results.batch is None else num_samples(results.batch)
-    return "outside of a step" if count is None else f"{count} samples at once"

@@ -152,23 +152,21 @@ class HookPlan:
 
     Args:
         hooks: names of the hooks that the loop calls in every step.
-        timed_bar: the default progress bar, refreshed at a time interval; or None.
     """
 
-    def __init__(self, trainer: pl.Trainer, hooks: Iterable[str], timed_bar: TimedBar | None = None) -> None:
+    def __init__(self, trainer: pl.Trainer, hooks: Iterable[str]) -> None:
         self.trainer: Any = trainer
         self.strategy = trainer.strategy
         self.module = trainer.lightning_module
         self.state: dict[str, Any] = self.module.__dict__
         self.hooks = tuple(hooks)
-        self.timed_bar = timed_bar
+        self.timed_bar: TimedBar | None = getattr(trainer, "timed_bar", None)
 
     def resolve(self) -> None:
         """Resolve all hooks, at first and to pick up later changes."""
         trainer = self.trainer
         self.callbacks = list(trainer.callbacks)
         self.precision = trainer.precision_plugin
-        self.profiler = trainer.profiler
         self.model: Any = trainer.strategy._model
         self.work = {name: work for name in self.hooks if (work := self._work(name)) is not None}
 
@@ -183,18 +181,13 @@ class HookPlan:
         return known is not None and not any_overridden(self.strategy, names, known)
 
     def stale(self) -> bool:
-        """Whether callbacks were added or removed, or the profiler or the module's wrapper was replaced."""
-        trainer = self.trainer
-        return (
-            trainer.callbacks != self.callbacks
-            or trainer.profiler is not self.profiler
-            or self.strategy._model is not self.model
-        )
+        """Whether callbacks were added or removed, or the module's wrapper was replaced."""
+        return self.trainer.callbacks != self.callbacks or self.strategy._model is not self.model
 
     def _work(self, name: str) -> tuple[list[Any], bool] | None:
         """The callbacks that override a hook, and whether the module does; None if nothing overrides it."""
         bar = self.timed_bar
-        targets = [cb for cb in self.callbacks if name not in CALLBACK or overridden(cb, name, CALLBACK)]
+        targets = [cb for cb in self.callbacks if overridden(cb, name, CALLBACK)]
         if name == "on_train_batch_end":
             targets = [cb for cb in targets if not _saves_at_epochs_only(cb)]
         if bar is not None and hasattr(bar, name):

@@ -93,8 +93,10 @@ class LeanLog(ModuleLog):
         if results.pending and results.pending[-1].series.meta.name == name:
             results.pending[-1].value = value  # Lightning's method has stored a copy, which is not known as the loss
         series: Any = results.get(results.key(fx, name, given["add_dataloader_idx"]))
-        if series is not None and self.trainer.lean and not given["enable_graph"]:
-            results.allow_quick(fx, series, options)
+        if series is None or given["enable_graph"] or not self.trainer.lean or results.reduces_at_once(series):
+            return
+        series.options = options
+        results.quick[fx, name, results.dataloader_idx] = series
 
 
 def _log_dict(own: Callable[..., None], dictionary: Any, *args: Any, **options: Any) -> None:

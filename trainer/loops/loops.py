@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
@@ -26,7 +26,7 @@ from ..checkpoint.clean_points import ResumingFitLoop
 from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, fetch_unprofiled
+from ._batch_fetch import OneLoader, may_read_lean
 from ._train_step import TrainStep
 from .accumulation import Accumulation, WeighedAutomaticOptimization
 from .evaluation_loops import LeanEvaluationLoop
@@ -89,7 +89,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         self._connector: LeanLoggerConnector = connector
         self.data_wait_s = 0.0  # seconds that lean steps have waited for the loader
         self._step: TrainStep | None = None
-        self._loader: OneLoader | None = None
         self._has_validated = False
         self._stop: StopAgreement | None = None  # by which ranks agree between batches on when to stop
 
@@ -133,23 +132,16 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
 
     def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         self.accumulation.verify()
-        self._forget()
+        self._step = None
         ranks = ranks_of(self.trainer.strategy)
         self._stop = None if ranks is None else ranks.group.stopping
-        if not may_be_lean(self.trainer):
-            return
-        fetch_unprofiled(data_fetcher)
-        if not isinstance(data_fetcher, _DataLoaderIterDataFetcher):
-            plan = HookPlan(self.trainer, TRAIN_HOOKS, getattr(self.trainer, "timed_bar", None))
-            self._loader = OneLoader(data_fetcher) if OneLoader.fits(data_fetcher) else None
-            self._step = TrainStep(plan, self.automatic_optimization, self.accumulation)
-
-    def _forget(self) -> None:
-        self._step = self._loader = None
+        if may_read_lean(self.trainer, data_fetcher):
+            plan, loader = HookPlan(self.trainer, TRAIN_HOOKS), OneLoader.of(data_fetcher)
+            self._step = TrainStep(plan, loader or data_fetcher, self.automatic_optimization, self.accumulation)
 
     @override
     def teardown(self) -> None:
-        self._forget()
+        self._step = None
         super().teardown()
 
     @property
@@ -205,7 +197,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if self._has_validated or (ready and not ready % every) or step.plan.stale():
             self._has_validated = False
             if not may_be_lean(self.trainer):
-                self._forget()
+                self._step = None
                 super().advance(data_fetcher)
                 return
             step.resolve()
@@ -218,13 +210,15 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         plan, progress, connector = step.plan, self.batch_progress, self._connector
         total: Any = progress.total
         current: Any = progress.current
-        batch = self._fetch(data_fetcher)
+        asked_s = perf_counter()
+        batch = step.next_batch()
+        self.data_wait_s += perf_counter() - asked_s
         batch_idx = current.ready
         progress.is_last_batch = data_fetcher.done
         batch = step.move(batch, 0)
         total.ready += 1
         current.ready += 1
-        connector.start_batch(self._results, batch, None)
+        connector.on_batch_start(batch, None, self._results)
 
         output: Any = None
         skip = False
@@ -263,18 +257,11 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             self._connector.exchange(self._results)
         if "on_train_batch_end" in plan.work:
             plan.call("on_train_batch_end", output, batch, batch_idx)
-        self._connector.finish_batch(self._results)
+        self._connector.on_batch_end()
         total.completed += 1
         current.completed += 1
         if self._stepping() or not plan.module.automatic_optimization:
             self._connector.log_train_step(self._batches_that_stepped + 1)
-
-    def _fetch(self, data_fetcher: _DataFetcher) -> Batch:
-        asked_s = perf_counter()
-        # Lightning's fetcher also returns the indices of the batch and of the loader
-        batch: Batch = next(data_fetcher)[0] if self._loader is None else next(self._loader)
-        self.data_wait_s += perf_counter() - asked_s
-        return batch
 
     def _stepping(self) -> bool:
         """Whether the optimizer steps after this micro-batch."""
