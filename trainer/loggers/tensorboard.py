@@ -154,8 +154,6 @@ Layout: TypeAlias = dict[str, dict[str, list[Any]]]
 OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
 """Prefixes of tags that are not metrics of the module."""
 
-STEP_TIME = ["speed/step_ms", "speed/compute_ms", "speed/data_wait_ms", "speed/communication_ms"]
-
 
 def layout(monitor: str | None) -> Layout:
     """Arrange all charts that there can be; `with_data` selects those to show.
@@ -164,28 +162,23 @@ def layout(monitor: str | None) -> Layout:
     monitored metric, which decides which checkpoint is best, gets a chart of its own.
     """
     not_ours = f"(?i)(?!{'|'.join(OUR_OWN)}|epoch$)"
-    metrics: dict[str, list[Any]] = {
-        "loss": lines(not_ours + ".*loss"),
-        "metrics": lines(not_ours + "(?!.*loss)"),
-    }
-    if monitor:
-        metrics[f"monitored: {monitor}"] = lines(exactly(monitor))
-    return {
-        "Loss and metrics": metrics,
+    exactly = {f"monitored: {monitor}": monitor.replace(".", "[.]") + "$"} if monitor else {}
+    expressions = {
+        "Loss and metrics": {"loss": not_ours + ".*loss", "metrics": not_ours + "(?!.*loss)", **exactly},
         "Speed": {
-            "samples per second": lines(exactly("speed/samples_per_s")),
-            "step time in ms": lines(*map(exactly, STEP_TIME)),
+            "samples per second": "speed/samples_per_s$",
+            "step time in ms": "speed/(step|compute|data_wait|communication)_ms$",
         },
         "Devices": {
-            "share of the batch": lines(r"balance/share_\d+$"),
-            "time in s": lines(r"balance/time_s_\d+$"),
-            "peak memory in MiB": lines(r"device/peak_memory_mib_\d+$"),
-            "balance efficiency": lines(exactly("balance/efficiency")),
+            "share of the batch": r"balance/share_\d+$",
+            "time in s": r"balance/time_s_\d+$",
+            "peak memory in MiB": r"device/peak_memory_mib_\d+$",
+            "balance efficiency": "balance/efficiency$",
         },
-        "Optimizer": {
-            "learning rate": lines(r"lr-"),
-            "gradient norm": lines(r"gradient/norm"),
-        },
+        "Optimizer": {"learning rate": "lr-", "gradient norm": "gradient/norm"},
+    }
+    return {
+        name: {title: ["Multiline", [own]] for title, own in charts.items()} for name, charts in expressions.items()
     }
 
 
@@ -198,13 +191,3 @@ def with_data(charts: Layout, tags: Collection[str]) -> Layout:
         for category, of_category in charts.items()
     }
     return {category: of_category for category, of_category in chosen.items() if of_category}
-
-
-def lines(*expressions: str) -> list[Any]:
-    """A chart with one line per tag that matches one of the regular expressions from its start."""
-    return ["Multiline", list(expressions)]
-
-
-def exactly(tag: str) -> str:
-    """A regular expression that matches one tag exactly."""
-    return f"{tag.replace('.', '[.]')}$"

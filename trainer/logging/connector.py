@@ -72,13 +72,6 @@ class LeanLoggerConnector(_LoggerConnector):
         results.batch = batch
         results.batch_size = None
 
-    def enters(self, fx: str) -> bool:
-        """Learn that another hook logs, unless Lightning would reset its values by its own check of the call."""
-        if self._first_loop_iter is not False:
-            return False
-        self._current_fx = fx
-        return True
-
     def exchange(self, results: LeanResults, early: bool = False) -> None:
         """Bring the values that this rank logged in the training batch to what they are for the global batch.
 

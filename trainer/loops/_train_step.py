@@ -143,8 +143,8 @@ class TrainStep:
         self.takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.reads_outputs = plan.reads_outputs()
         self.bring_back = module.backward if overridden(module, "backward", MODULE) else backward_of()
-        hooked = {"on_before_backward", "on_after_backward"} & plan.work.keys() or not isinstance(contract, NothingToDo)
-        self.backward = self._backward if hooked else self.bring_back
+        hooked = {"on_before_backward", "on_after_backward"} & plan.work.keys()
+        self.hooked_backward = bool(hooked) or not isinstance(contract, NothingToDo)
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
         self.clips_itself |= any_overridden(precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
@@ -208,7 +208,7 @@ class TrainStep:
         del output, others
         if first:
             self._zero_grad(batch_idx)
-        plan.call_as("backward", self.backward, loss)
+        plan.call_as("backward", self._backward if self.hooked_backward else self.bring_back, loss)
         if stepping and exact:
             self.accumulation.divide_gradients()
         return reported

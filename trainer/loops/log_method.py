@@ -10,16 +10,13 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from ...strategies.core.module_log import ModuleLog
+from ...strategies.core.module_log import LOG_OPTIONS, ModuleLog
 from ...strategies.core.patching import Replacement, replaced
 from ..logging.connector import LeanLoggerConnector
 from .hook_plan import MODULE
 
-_OPTIONS = (
-    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
-    "add_dataloader_idx", "metric_attribute", "rank_zero_only",
-)  # fmt: skip
-"""The options of a slot: the arguments of `log` besides name, value and batch size."""
+_OPTIONS = tuple(name for name in LOG_OPTIONS if name != "batch_size")
+"""The options that a series keeps: the arguments of `log` besides name, value and batch size."""
 
 
 class LeanLog(ModuleLog):
@@ -56,37 +53,20 @@ class LeanLog(ModuleLog):
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group,
             add_dataloader_idx, metric_attribute, rank_zero_only,
         )  # fmt: skip
-        if torch.compiler.is_compiling() or not self.add(name, value, options, batch_size):
-            self._log_first(name, value, options, batch_size)
+        connector, fx = self.connector, self.state["_current_fx_name"]
+        if not torch.compiler.is_compiling() and (results := connector.batch_results) is not None:
+            series = results.quick.get((fx, name, results.dataloader_idx))
+            # in the first batches Lightning may have another hook reset its values
+            has_entered = connector._current_fx == fx or connector._first_loop_iter is False
+            if series is not None and series.options == options and has_entered:
+                connector._current_fx = fx
+                if results.store(series, value, batch_size):
+                    return
+        self._log_first(fx, name, value, options, batch_size)
 
-    def add(self, name: str, value: Any, options: tuple[Any, ...], batch_size: int | None) -> bool:
-        """Add a value to the slot of its key.
-
-        Args:
-            options: the other arguments of `log`, in its order and without `batch_size`.
-
-        Returns:
-            Whether there is a slot for it; if not, Lightning's own method must log it.
-        """
-        fx: str = self.state["_current_fx_name"]
-        connector = self.connector
-        results = connector.batch_results
-        if results is None:
-            return False
-        series = results.quick.get((fx, name, results.dataloader_idx))
-        if series is None or series.options != options:
-            return False
-        if connector._current_fx != fx and not connector.enters(fx):
-            return False
-        if not series.is_tensor and value is series.value and not series.on_step:  # a metric: it has its values
-            series.computed, series.has_reset = None, False
-            return True
-        return results.store(series, value, batch_size)
-
-    def _log_first(self, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
-        fx: str = self.state["_current_fx_name"]
-        results = self.connector.batch_results
-        given = dict(zip(_OPTIONS, options, strict=True))
+    def _log_first(self, fx: str, name: str, value: Any, options: tuple[Any, ...], batch_size: Any) -> None:
+        """Log a value by Lightning's method, with its checks, and let further values do without them."""
+        results, given = self.connector.batch_results, dict(zip(_OPTIONS, options, strict=True))
         self.own(name, value, batch_size=batch_size, **given)
         if results is None:
             return
