@@ -31,12 +31,10 @@ def test_a_rank_is_slow_if_most_of_its_steps_take_longer_than_most_of_every_othe
 def test_ten_runs_of_equal_ranks_name_none_under_load() -> None:
     for seed in range(10):
         noise = random.Random(seed)
-        found = [
-            slow_rank(
-                [Spread.of([5 + 4 * sum(noise.random() < 0.3 for _ in range(7)) for _ in range(10)]) for _ in "01"]
-            )
-            for _ in range(50)
-        ]
+        found: list[int | None] = []
+        for _ in range(50):
+            times = [[5 + 4 * sum(noise.random() < 0.3 for _ in range(7)) for _ in range(10)] for _ in range(2)]
+            found.append(slow_rank(list(map(Spread.of, times))))
         assert not any(rank is not None and rank == after for rank, after in pairwise(found))
 
 
