@@ -30,7 +30,7 @@ from ..strategies.core.device_names import for_lightning, give_devices
 from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
-from ..strategies.core.patching import LIGHTNING_TELLS, filtered
+from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ..strategies.distributed.process_exit import Answer, handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
@@ -282,11 +282,8 @@ class Trainer(pl.Trainer):
         has_loaders = loop._data_source.instance is not None or loop._combined_loader is not None
         if self.state.fn != TrainerFn.FITTING or has_loaders:
             return super().estimated_stepping_batches
-        loop._combined_loader = CombinedLoader(())
-        try:
+        with replaced(loop, "_combined_loader", CombinedLoader(())):
             return super().estimated_stepping_batches
-        finally:
-            loop._combined_loader = None
 
     @override
     def _run_stage(self) -> Any:

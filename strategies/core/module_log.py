@@ -9,7 +9,7 @@ It is set on a module once per run. A step only names a receiver, so nothing of 
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from .patching import Replacement
+from .patching import Replacement, replaced
 
 LOG_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """The arguments of `log` after the module, name and value, in order."""
@@ -69,15 +69,10 @@ def lightning_modules(module: nn.Module) -> list[pl.LightningModule]:
 @contextmanager
 def received(receivers: Iterable[tuple[ModuleLog, Receiver]]) -> Generator[None]:
     """Inside the block, each log gives its values to a receiver."""
-    before: list[tuple[ModuleLog, Receiver | None]] = []
-    for log, receiver in receivers:
-        before.append((log, log.receiver))
-        log.receiver = receiver
-    try:
+    with ExitStack() as stack:
+        for log, receiver in receivers:
+            stack.enter_context(replaced(log, "receiver", receiver))
         yield
-    finally:
-        for log, receiver in before:
-            log.receiver = receiver
 
 
 def restore_logs(module: nn.Module) -> None:
@@ -88,7 +83,7 @@ def restore_logs(module: nn.Module) -> None:
             own.remove()
 
 
-def log_nothing(name: str, value: Any, *args: Any, **options: Any) -> None:
+def log_nothing(*_: Any, **__: Any) -> None:
     """Take what nobody stores."""
 
 

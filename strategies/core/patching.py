@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .types import StaysOnRoot
-
 HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if "hooks" in key and isinstance(value, dict))
 """The attributes in which a module keeps its hooks, each a dictionary from number to hook."""
 
 
-class Replacement(StaysOnRoot):
+class Replacement:
     """Takes the place of a method of one object, until `remove`; copies of the object have their own method.
 
     Args:
@@ -70,19 +68,13 @@ def hooks_of(owner: nn.Module | Tensor) -> list[dict[Any, Any]]:
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Generator[None]:
     """Disable the parameters' hooks inside the block: those that get a gradient, and those that follow it."""
-    hooked: list[tuple[Any, Any]] = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
-    found: list[Any] = [p._post_accumulate_grad_hooks for p in parameters]
-    following = [(hooks, dict(hooks)) for hooks in found if hooks]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
-    for hooks, _ in following:
-        hooks.clear()  # torch keeps this dict: to set None instead has no effect
+    found = [(hooks, dict(hooks)) for parameter in parameters for hooks in hooks_of(parameter) if hooks]
+    for hooks, _ in found:
+        hooks.clear()  # torch keeps these dicts: to set None instead has no effect
     try:
         yield
     finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
-        for hooks, before in following:
+        for hooks, before in found:
             hooks.update(before)
 
 

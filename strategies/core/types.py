@@ -19,7 +19,3 @@ Device: TypeAlias = torch.device | str | int
 
 Unit: TypeAlias = Any
 """One item of a sampler: a list of indices if the loader collates batches, otherwise a key of the dataset."""
-
-
-class StaysOnRoot:
-    """Marks attributes of a module that replicas of it don't get."""

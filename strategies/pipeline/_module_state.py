@@ -34,6 +34,7 @@ from ..core.module_checks import is_compiled, is_metric
 from ..core.module_state import LIGHTNING_KEYS
 from ..core.patching import hooks_of, replaced
 
+_LIGHTNING = LIGHTNING_KEYS - {"training"}
 _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
@@ -48,6 +49,9 @@ class ModuleState:
     def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
         self._module = module
         self._parts = [part for part in module.modules() if not (is_metric(part) or isinstance(part, MetricCollection))]
+        self._spaces = [space for part in self._parts for space in (vars(part), part._modules, part._parameters)]
+        # micro-batches update statistics of BatchNorm one by one
+        self._spaces += [part._buffers for part in self._parts if not isinstance(part, _BatchNorm)]
         self._own_hooks = set(own_hooks)
         self.is_known = False
         """Whether the first micro-batch was watched."""
@@ -118,8 +122,7 @@ class ModuleState:
     @contextmanager
     def _watched(self) -> Generator[None]:
         # until the end, so that no other object can have the number of one of them
-        held = [list(owner.items()) for part in self._parts for owner in (part._modules, part._parameters)]
-        held += [list(owner.items()) for part in self._parts for owner in _owners(part)]
+        held = [list(space.values()) for space in self._spaces]
         self._first, random_state = self._state(), get_rng_state()
         with nullcontext() if is_compiled(self._module) else _GradientReads() as reads:
             yield
@@ -131,15 +134,8 @@ class ModuleState:
 
     def _state(self) -> list[Any]:
         """What is another if a step has set anything."""
-        found: list[Any] = [_num_hooks()]
-        for part in self._parts:
-            for owner in (*_owners(part), part._modules, part._parameters):
-                found += [
-                    (key, *_mark(value))
-                    for key, value in owner.items()
-                    if key == "training" or key not in LIGHTNING_KEYS
-                ]
-        return found
+        watched = ((key, value) for space in self._spaces for key, value in space.items() if key not in _LIGHTNING)
+        return [_num_hooks(), *((key, *_mark(value)) for key, value in watched)]
 
     def _has_hooks(self) -> bool:
         return not self._own_hooks.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
@@ -161,11 +157,6 @@ class _GradientReads(TorchFunctionMode):
 def _num_hooks() -> int:
     """How many hooks were registered on modules and parameters."""
     return RemovableHandle.next_id - Part.num_hooks
-
-
-def _owners(part: nn.Module) -> tuple[dict[str, Any], ...]:
-    """The attributes and buffers of a part; micro-batches update statistics of BatchNorm one by one."""
-    return (vars(part),) if isinstance(part, _BatchNorm) else (vars(part), part._buffers)
 
 
 def _mark(value: Any) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
+from ..core.module_state import refill
 from ..core.rng import generator_state, random_state, swapped_generator, swapped_random_state
 
 _RANDOM = threading.RLock()
@@ -114,7 +115,7 @@ class _Call:
                     stack.callback(weight.requires_grad_, not flag)
                     weight.requires_grad_(flag)
             for owner, held in self._held:
-                stack.callback(_put, owner, dict(owner))
+                stack.callback(refill, owner, dict(owner))
                 owner.update({key: before.get(id(value), _copied(value)) for key, value in held.items()})
             yield
 
@@ -123,11 +124,6 @@ class _Call:
             f"recompute: {self._name} {what}, so that it can't be computed once more. Set strategy.recompute=never, "
             "or name the modules to recompute without it (strategy.recompute=[...])."
         )
-
-
-def _put(owner: dict[str, Any], contents: dict[str, Any]) -> None:
-    owner.clear()
-    owner.update(contents)
 
 
 def _copied(value: Any) -> Any:

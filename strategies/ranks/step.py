@@ -441,8 +441,7 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
             if isinstance(layer, SyncedBatchNorm):
                 stack.enter_context(replaced(layer, "counts", False))
         metrics = stack.enter_context(untraced_step(module, silent))
+        for _, state in metrics:
+            del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
         stack.enter_context(sync.counting(metrics))
         yield
-        computed = [(metric, metric._computed) for metric, _ in metrics]
-    for metric, value in computed:  # on the other ranks an update has cleared it: all must compute it again
-        metric._computed = value

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from ..core.module_checks import is_compiler
-from ..core.patching import HOOKS
-from ..core.types import StaysOnRoot
+from ..core.patching import HOOKS, Replacement
 
 
 class ModuleCopy:
@@ -63,7 +62,7 @@ class ModuleCopy:
             return  # the copy has its own
         if key == "_device" and isinstance(value, torch.device):
             replica.__dict__[key] = self.device
-        elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, StaysOnRoot):
+        elif key not in ("_parameters", "_buffers", "_modules") and not isinstance(value, Replacement):
             replica.__dict__[key] = self._translated(value)
 
     def update(self, original: nn.Module, keys: Iterable[str]) -> None:
@@ -96,7 +95,7 @@ class ModuleCopy:
             return replica
         replica = original._replicate_for_data_parallel()
         del replica.__dict__["_is_replica"]  # replicas here have their own parameters
-        for key in [key for key, value in replica.__dict__.items() if isinstance(value, StaysOnRoot)]:
+        for key in [key for key, value in replica.__dict__.items() if isinstance(value, Replacement)]:
             del replica.__dict__[key]
         self._copies[id(original)] = (original, replica)
         self.pairs.append((original, replica))

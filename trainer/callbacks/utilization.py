@@ -18,6 +18,7 @@ from typing_extensions import override
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import device_model
 from ...strategies.core.module_checks import metrics_of
+from ...strategies.core.module_log import log_nothing
 from ...strategies.core.types import Batch
 from ...strategies.registry import process_devices, processes_of
 from .step_times import PHASES, RunSummary, StepClock
@@ -149,18 +150,14 @@ def count_flops(module: pl.LightningModule, batch: Batch) -> int:
 
 def silence(module: pl.LightningModule) -> None:
     """Disable `self.log` and metrics: they read values, and need almost no memory or time."""
-    vars(module).update(log=_nothing, log_dict=_nothing)
+    vars(module).update(log=log_nothing, log_dict=log_nothing)
     for part in metrics_of(module):
-        vars(part).update(forward=_zero, update=_nothing)
+        vars(part).update(forward=_zero, update=log_nothing)
 
 
 def _leaf(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     fake: Tensor = mode.from_tensor(tensor.detach())
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces a function that has no effect on what is counted."""
 
 
 def _zero(*_: Any, **__: Any) -> Tensor:

@@ -32,6 +32,7 @@ from torch.optim import LBFGS
 from ...strategies.core import rng
 from ...strategies.core.module_checks import callbacks_of
 from ...strategies.core.module_state import Kept
+from ...strategies.core.patching import replaced
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
@@ -121,12 +122,9 @@ class Sections:
         if self._is_armed:
             self.run(work, counts=False)
             return
-        self._is_open = True
-        try:
+        with replaced(self, "_is_open", True):
             work()
             self.count()
-        finally:
-            self._is_open = False
         self._is_armed = True
         self._survivor.arm()
 
