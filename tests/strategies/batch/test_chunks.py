@@ -1,7 +1,8 @@
-"""Nested batches are cut by sizes, joined again, or refused by name."""
+"""Nested batches are cut by sizes, joined again, or refused by name; what the first batch has decided is kept."""
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
-from evener.strategies.batch.structure import num_samples
+from evener.strategies.batch.batch_dims import verify_batch_dims
+from evener.strategies.batch.structure import BatchStructure, num_samples
+from evener.strategies.core.errors import PartsDiffer
 
 
 class Pair(NamedTuple):
@@ -45,6 +48,10 @@ def rows(*values: float) -> Tensor:
     return torch.tensor([[value] for value in values])
 
 
+def ones(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.ones(shape) for shape in shapes]
+
+
 def test_tensors_are_cut_along_dimension_0_as_views() -> None:
     batch = torch.arange(6.0).reshape(3, 2)
     first, second, third = split(batch, [1, 0, 2])
@@ -60,6 +67,7 @@ def test_every_level_of_a_nested_batch_is_cut_by_the_same_sizes() -> None:
         "pair": Pair(rows(1, 2, 3), ["a", "b", "c"]),
         "sample": Sample(rows(4, 5, 6), ["d", "e", "f"]),
         "list": [rows(7, 8, 9), ("g", "h", "i"), np.arange(3)],
+        "graphs": Graphs([1, 2, 3]),
         "scale": torch.tensor(2.0),
         "epoch": 5,
         "split": "train",
@@ -72,6 +80,7 @@ def test_every_level_of_a_nested_batch_is_cut_by_the_same_sizes() -> None:
     assert (second["sample"].names, second["sample"].scale) == (["f"], 1.0)
     assert (first["list"][1], second["list"][1]) == (("g", "h"), ("i",))
     assert (first["list"][2].tolist(), second["list"][2].tolist()) == ([0, 1], [2])
+    assert (first["graphs"].graphs, second["graphs"].graphs) == ([1, 2], [3])
     for chunk in (first, second):
         assert [chunk[key] for key in ("scale", "epoch", "split", "nothing")] == [torch.tensor(2.0), 5, "train", None]
 
@@ -85,76 +94,167 @@ def test_mappings_keep_their_type(kind: Any) -> None:
     assert batch["x"].shape == (2, 1)
 
 
-def test_images_of_unequal_size_are_samples() -> None:
-    images = [torch.zeros(3, 4, 4), torch.zeros(3, 8, 2), torch.zeros(3, 1, 1), torch.zeros(3, 1, 1)]
-    boxes = [{"box": torch.zeros(count, 4)} for count in (4, 4, 4, 5)]
-    first, second = split({"label": torch.arange(4), "image": images, "boxes": boxes}, [3, 1])
-    assert [len(first["image"]), len(second["image"])] == [3, 1]
-    assert second["image"][0] is images[3]
-    assert second["boxes"][0] is boxes[3]
+def shapes(value: Any) -> Any:
+    """The shapes of tensors, and all else as it is."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.shape)
+    if isinstance(value, dict):
+        return {key: shapes(child) for key, child in value.items()}
+    return [shapes(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_three_images_of_three_channels_are_three_samples() -> None:
-    images = [torch.zeros(3, 4, 4), torch.zeros(3, 8, 2), torch.zeros(3, 1, 1)]
-    first, second = split({"label": torch.arange(3), "image": images}, [2, 1])
-    assert [image.shape for image in (*first["image"], *second["image"])] == [image.shape for image in images]
+IMAGES = ones((3, 4, 4), (3, 8, 2), (3, 1, 1), (3, 2, 1))
+BOXES = ones((4, 4), (4, 4), (4, 4), (5, 4))
+CUT: dict[str, tuple[Any, list[int], list[Any]]] = {
+    # a batch, the sizes of its chunks, and their shapes
+    "images of unequal size": (
+        {"label": torch.arange(4), "image": IMAGES, "boxes": [{"box": one} for one in BOXES]},
+        [3, 1],
+        [
+            {"label": (3,), "image": [(3, 4, 4), (3, 8, 2), (3, 1, 1)], "boxes": [{"box": (4, 4)}] * 3},
+            {"label": (1,), "image": [(3, 2, 1)], "boxes": [{"box": (5, 4)}]},
+        ],
+    ),
+    "three images of three channels": (
+        {"label": torch.arange(3), "image": IMAGES[:3]},
+        [2, 1],
+        [{"label": (2,), "image": [(3, 4, 4), (3, 8, 2)]}, {"label": (1,), "image": [(3, 1, 1)]}],
+    ),
+    "images and targets": (
+        (tuple(ones((3, 64), (3, 224))), ({"box": torch.ones(1, 4)}, {})),
+        [1, 1],
+        [[[(3, 64)], [{"box": (1, 4)}]], [[(3, 224)], [{}]]],
+    ),
+    "a list of as many tensors": (
+        {"x": torch.ones(2, 3), "boxes": ones((2,), (5,))}, [1, 1],
+        [{"x": (1, 3), "boxes": [(2,)]}, {"x": (1, 3), "boxes": [(5,)]}],
+    ),
+    "a list of another length": (
+        {"x": torch.ones(2, 3), "scales": [1, 2, 3]}, [1, 1], [{"x": (1, 3), "scales": [1, 2, 3]}] * 2
+    ),
+    "another number of rows": ({"x": rows(1, 2), "y": rows(1, 2, 3)}, [1, 1], [{"x": (1, 1), "y": (3, 1)}] * 2),
+    "arrays of another number": ({"x": rows(1, 2), "y": [np.zeros(3)]}, [1, 1], [{"x": (1, 1), "y": [(3,)]}] * 2),
+    "tensors of most rows": (
+        {"w": torch.ones(3), "x": torch.ones(2), "y": torch.ones(2)}, [1, 1], [{"w": (3,), "x": (1,), "y": (1,)}] * 2
+    ),
+    "tensors of different kinds": ([rows(1, 2), torch.arange(2)], [1, 1], [[(1, 1), (1,)]] * 2),
+    "strings": ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, [1, 2], [
+        {"text": ["a"], "label": [0]}, {"text": ["b", "c"], "label": [1, 2]},
+    ]),
+    "a list of strings": (["a", "b"], [1, 1], [["a"], ["b"]]),
+    "a name": ({"x": torch.ones(2), "name": "a", "epoch": 3}, [1, 1], [{"x": (1,), "name": "a", "epoch": 3}] * 2),
+    "labels that are equal by chance": (
+        {"y": torch.tensor([0, 1]), "target": torch.tensor([0.0, 1.0])}, [1, 1], [{"y": (1,), "target": (1,)}] * 2
+    ),
+    **{
+        f"samples of one kind: {both}": ((torch.ones(2, 4), both), [1, 1], [[(1, 4), both[:1]], [(1, 4), both[1:]]])
+        for both in (["a", None], [1, 0.5], [{"a": 1}, {}], [[], [1]])
+    },
+    "a tensor and a number": ((torch.ones(2, 4), [torch.tensor(1.0), 2]), [1, 1], [[(1, 4), [()]], [(1, 4), [2]]]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("shared", [rows(1, 2, 3), [np.zeros(3)]])
-def test_values_of_another_number_of_rows_are_shared(shared: Any) -> None:
-    first, second = split({"x": rows(1, 2), "y": shared}, [1, 1])
-    assert len(first["x"]) == len(second["x"]) == 1
-    for chunk in (first, second):
-        assert np.shape(chunk["y"]) == np.shape(shared)
+@pytest.mark.parametrize("name", CUT)
+def test_the_convention_says_what_is_cut(name: str) -> None:
+    batch, sizes, expected = CUT[name]
+    assert [shapes(chunk) for chunk in split(batch, sizes)] == expected
 
 
-def test_tensors_of_different_kinds_are_a_structure() -> None:
-    first, second = split([rows(1, 2), torch.arange(2)], [1, 1])
-    assert [tensor.item() for tensor in first] == [1, 0]
-    assert [tensor.item() for tensor in second] == [2, 1]
+def of_loader(size: int | None) -> BatchStructure:
+    """A structure of batches of a loader that collates nothing, of which the number of samples is known alone."""
+    loader: Any = torch.utils.data.DataLoader(range(0), size, collate_fn=list)  # type: ignore[arg-type]
+    return BatchStructure(loaders=[loader])
 
 
-def test_an_object_may_split_itself() -> None:
-    batch = {"graphs": Graphs([1, 2, 3]), "y": rows(1, 2, 3)}
-    assert [chunk["graphs"].graphs for chunk in split(batch, [1, 2])] == [[1], [2, 3]]
-    assert num_samples(Graphs([1, 2, 3])) == 3
+def detection(images: int, num_rows: int) -> Any:
+    """What `tuple(zip(*samples))` makes of images, labels and boxes."""
+    return tuple(tuple(ones(*[shape] * images)) for shape in ((num_rows,), (), (num_rows, 4)))
 
 
-def test_a_batch_of_strings_is_cut() -> None:
-    batch = {"text": ["a", "b", "c"], "label": [0, 1, 2]}
-    assert num_samples(batch) == 3
-    assert split(batch, [1, 2])[1] == {"text": ["b", "c"], "label": [1, 2]}
+@pytest.mark.parametrize(("images", "num_rows", "size"), [(2, 4, 2), (2, 4, 3), (4, 2, 4)])
+def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, num_rows: int, size: int) -> None:
+    """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
+    chunks = of_loader(size).split(detection(images, num_rows), [1, images - 1])
+    assert [shapes(chunk[0]) for chunk in chunks] == [[(num_rows,)], [(num_rows,)] * (images - 1)]
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((rows(1, 2), object()), r"batch\[1\] is a object, which can't be cut into chunks.*split\(sizes\)"),
-        ((rows(1, 2), pack_sequence([rows(1), rows(2)])), r"batch\[1\] is a PackedSequence"),
-        ((rows(1, 2), rows(1, 2).to_sparse()), r"batch\[1\] is a tensor of layout torch.sparse_coo"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(batch: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        split(batch, [1, 1])
+@pytest.mark.parametrize("channels", [3, 2])
+def test_images_of_unequal_sizes_are_samples_in_lists(channels: int) -> None:
+    images = tuple(ones(*((channels, size, size) for size in (64, 416))))
+    targets = tuple({"boxes": torch.ones(3, 4), "labels": torch.ones(3)} for _ in range(2))
+    found = of_loader(2).split((images, targets), [1, 1])
+    target = {"boxes": (3, 4), "labels": (3,)}
+    assert shapes(found) == [[[(channels, size, size)], [target]] for size in (64, 416)]
+
+
+def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
+    chunks = of_loader(4).split({"views": detection(2, 4)[0]}, [1, 3])
+    assert shapes(chunks) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]
+
+
+@pytest.mark.parametrize(("images", "num_rows", "size"), [(2, 2, 2), (2, 1, 3), (6, 4, None)])
+def test_samples_in_lists_or_rows_are_not_cut_where_the_loader_does_not_show_which(
+    images: int, num_rows: int, size: int | None
+) -> None:
+    match = r"^batch\[.\] may be a list of samples, or hold tensors with rows of samples"
+    with pytest.raises(PartsDiffer, match=match):
+        of_loader(size).split(detection(images, num_rows), [1, images - 1])
+
+
+def test_what_the_first_batch_has_decided_is_kept() -> None:
+    """Where a later batch could be read otherwise: lists of two, and a vector of three, in batches of as many."""
+    structure = BatchStructure()
+    for num in (4, 3, 2):
+        batch = {"x": torch.ones(num, 4), "w": torch.ones(3), "scale": [0.5, 0.25], "views": ones((num, 1), (num, 1))}
+        first, _ = structure.split(batch, [1, num - 1])
+        assert shapes(first) == {"x": (1, 4), "w": (3,), "scale": [0.5, 0.25], "views": [(1, 1)] * 2}
+    with pytest.raises(ConfigError, match=r"batch\['w'\] has 7 rows, and had 3 in the first batch.*\{w: none\}"):
+        structure.split({**batch, "w": torch.ones(7)}, [1, 1])
+
+
+def test_rows_that_follow_something_else_than_samples_are_not_cut() -> None:
+    """All boxes of a batch in one tensor: where there are as many boxes as images they must not be cut either."""
+    structure = BatchStructure()
+    structure.settle({"image": torch.ones(7, 4), "boxes": torch.ones(2, 4)}, 7)
+    chunks = structure.split({"image": torch.ones(2, 4), "boxes": torch.ones(2, 4)}, [1, 1])
+    assert shapes(chunks) == [{"image": (1, 4), "boxes": (2, 4)}] * 2
+    batch = {"image": torch.ones(3, 4), "boxes": torch.ones(3, 4)}
+    assert structure.num_samples(batch) == 3
+    with pytest.raises(ConfigError, match=r"batch\['boxes'\] has 3 rows, and had 2 in the first batch"):
+        structure.split(batch, [2, 1])
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([rows(1, 2), rows(3)], layout=torch.strided)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_without_a_shape_is_refused_by_name() -> None:
-    # it was torch's "Internal error: NestedTensorImpl doesn't support sizes"
-    batch = {"x": torch.nested.nested_tensor([rows(1, 2), rows(3)], layout=torch.strided), "y": rows(1, 2)}
-    for use in (num_samples, lambda batch: split(batch, [1, 1])):
-        with pytest.raises(ConfigError, match=r"nested tensor of layout torch.strided.*one tensor per sample"):
-            use(batch)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (object, r"batch\[1\] is a object, which can't be cut into chunks.*split\(sizes\)"),
+        (lambda: pack_sequence([rows(1), rows(2)]), r"batch\[1\] is a PackedSequence"),
+        (lambda: rows(1, 2).to_sparse(), r"batch\[1\] is a tensor of layout torch.sparse_coo"),
+        # it was torch's "Internal error: NestedTensorImpl doesn't support sizes"
+        (nested, r"nested tensor of layout torch.strided.*one tensor per sample"),
+        (lambda: SimpleNamespace(split=lambda sizes: sizes[1:]), r"SimpleNamespace.split\(\[1, 1\]\) returned 1 parts"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        split((rows(1, 2), make()), [1, 1])
 
 
-def test_a_wrong_split_method_is_refused() -> None:
-    class Wrong:
-        def split(self, sizes: list[int]) -> list[int]:
-            return sizes[1:]
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_cannot_be_counted() -> None:
+    with pytest.raises(ConfigError, match=r"nested tensor of layout torch.strided.*one tensor per sample"):
+        num_samples({"x": nested(), "y": rows(1, 2)})
 
-    with pytest.raises(ConfigError, match=r"Wrong.split\(\[1, 1\]\) returned 1 parts"):
-        split({"x": rows(1, 2), "y": Wrong()}, [1, 1])
+
+def test_a_list_for_a_tensor_is_refused() -> None:
+    structure = BatchStructure(verify_batch_dims({"x": "list"}, "dp"))
+    with pytest.raises(ConfigError, match=r"\{x: list\} was given for batch\['x'\], a Tensor. Give 0 or none"):
+        structure.split({"x": torch.ones(2, 4)}, [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -168,8 +268,7 @@ def test_a_wrong_split_method_is_refused() -> None:
 )
 @pytest.mark.parametrize("sizes", [[2, 1], [1, 1, 1], [3]])
 def test_join_undoes_split(batch: Any, sizes: list[int]) -> None:
-    joined = join(split(batch, sizes), sizes)
-    torch.testing.assert_close(_plain(joined), _plain(batch), rtol=0, atol=0)
+    torch.testing.assert_close(_plain(join(split(batch, sizes), sizes)), _plain(batch), rtol=0, atol=0)
 
 
 def _plain(value: Any) -> Any:
@@ -181,35 +280,12 @@ def _plain(value: Any) -> Any:
     return [_plain(child) for child in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_scalars_are_joined_to_the_mean_weighted_by_samples() -> None:
-    chunks = [{"loss": torch.tensor(3.0), "acc": 0.5}, {"loss": torch.tensor(6.0), "acc": 1.0}]
-    joined = join(chunks, [2, 1])
-    assert joined["loss"].item() == (3 * 2 + 6) / 3
-    assert joined["acc"] == (0.5 * 2 + 1.0) / 3
-
-
-@pytest.mark.parametrize(
-    ("chunks", "message"),
-    [
-        ([torch.zeros(4, 4), torch.zeros(4, 4)], "output has 4 rows in parts of 2 and 1 samples"),
-        ([{"a": rows(1, 2)}, {"b": rows(3)}], "output differs between parts in its keys"),
-    ],
-)
-def test_results_that_cannot_be_joined_are_refused_by_name_where_they_are_used(chunks: list[Any], message: str) -> None:
-    joined = join(chunks, [2, 1])
-    with pytest.raises(ConfigError, match=message):
-        joined + 1
-
-
 @pytest.mark.parametrize(
     ("batch", "count"),
     [
-        (rows(1, 2), 2),
-        ({"n": 3, "x": rows(1)}, 1),
-        ((torch.tensor(1.0), "a"), 2),
-        (torch.tensor(1.0), None),
-        ({}, None),
+        (rows(1, 2), 2), ({"n": 3, "x": rows(1)}, 1), ((torch.tensor(1.0), "a"), 2), (torch.tensor(1.0), None),
+        ({}, None), (Graphs([1, 2, 3]), 3), ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, 3),
     ],
-)
+)  # fmt: skip
 def test_samples_are_counted_by_the_first_tensor(batch: Any, count: int | None) -> None:
     assert num_samples(batch) == count
