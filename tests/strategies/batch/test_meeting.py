@@ -1,135 +1,125 @@
-"""Parts of a step that meet: order, results, errors, and the state of threads."""
+"""Parts of a step that meet in `evener.over_batch`: which come, random numbers, errors, and the state of threads."""
 
 import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from parity import Case, Net, assert_equal, baseline, fit, run
+from torch import Tensor, nn
 
-from evener.strategies.batch.whole.meeting import Meeting, seat
-from evener.strategies.core.errors import ConfigError
-from evener.strategies.core.executor import Executor, Piece
-
-CPU = torch.device("cpu")
-
-
-def _meet(value: Any, where: str = "here") -> Any:
-    """Bring a value, and get those of all parts."""
-
-    def combine(brought: Mapping[int, Any]) -> Mapping[int, Any]:
-        return {part: list(brought.values()) for part in brought}
-
-    return seat().meet(where, value, combine)
+import evener
+from evener.strategies import BalancedDataParallelStrategy, ConfigError, DataParallelStrategy
 
 
-def _run(*calls: Callable[[], Any]) -> list[Any]:
-    pieces = [Piece(CPU, f"part {i}", call) for i, call in enumerate(calls)]
-    with Meeting(pieces, [1.0] * len(pieces)) as meeting:
-        return Executor(threads=False).run(meeting.pieces)
+def spread(rows: Tensor) -> Tensor:
+    return rows.square().sum().sqrt()
 
 
-def test_parts_come_to_each_meeting_before_any_goes_on() -> None:
-    order: list[str] = []
+class Sometimes(Net):
+    """Not all parts have samples of the class whose rows meet, in a second meeting."""
 
-    def part(name: str) -> Any:
-        order.append(f"{name}0")
-        first = _meet(name)
-        order.append(f"{name}1")
-        second = _meet(name * 2)
-        order.append(f"{name}2")
-        return first, second
+    meets_before = False
 
-    assert _run(*(partial(part, name) for name in "abc")) == [(["a", "b", "c"], ["aa", "bb", "cc"])] * 3
-    assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
+    def loss(self, batch: Any) -> Tensor:
+        out, own = self(batch[0]), batch[1] == 1
+        loss = super().loss(batch)
+        if self.meets_before:
+            loss = loss + evener.over_batch(spread)(out)
+        return loss + evener.over_batch(spread)(out[own]) if own.any() else loss
 
 
-def test_without_a_meeting_parts_run_in_the_calling_thread() -> None:
-    assert _run(*[threading.get_ident] * 3) == [threading.get_ident()] * 3
+class Again(Sometimes):
+    meets_before = True
+
+
+@pytest.mark.parametrize("module", [Sometimes, Again])
+def test_parts_that_do_not_come_are_left_out(module: type[Net]) -> None:
+    found, expected = run(Case(module), DataParallelStrategy(), devices=3), baseline(Case(module))
+    for name in ("losses", "gradients", "weights"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-10)
+
+
+class Drops(Net):
+    def loss(self, batch: Any) -> Tensor:
+        rows = nn.functional.dropout(self(batch[0]), 0.5)
+        return evener.over_batch(spread)(rows) + nn.functional.dropout(rows, 0.5).mean()
 
 
 def test_random_numbers_are_the_same_in_every_run() -> None:
-    def part() -> Any:
-        return float(torch.rand(())), _meet(float(torch.rand(()))), float(torch.rand(()))
-
-    torch.manual_seed(0)
-    found = _run(part, part, part)
-    torch.manual_seed(0)
-    assert _run(part, part, part) == found
+    first, second = (run(Case(Drops), DataParallelStrategy(), devices=3) for _ in range(2))
+    assert_equal(first, second, 0.0)
 
 
-def test_parts_that_have_ended_are_left_out() -> None:
-    assert _run(lambda: _meet(1), lambda: None, lambda: _meet(3)) == [[1, 3], None, [1, 3]]
-    assert _run(lambda: None, lambda: _meet(2), lambda: _meet(3)) == [None, [2, 3], [2, 3]]
+class Modes(Net):
+    """Notes the state of its threads after a meeting, into which the first part goes without gradients."""
+
+    def note(self, batch: Any) -> None:
+        with torch.no_grad() if self is self.trainer.lightning_module else nullcontext():
+            evener.over_batch(spread)(batch[0])
+            SEEN.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(batch)
 
 
-def test_parts_meet_though_an_earlier_one_meets_less_often() -> None:
-    def twice(value: int) -> Any:
-        return _meet(value), _meet(value)
-
-    assert _run(lambda: _meet(1), partial(twice, 2), partial(twice, 3)) == [
-        [1, 2, 3], ([1, 2, 3], [2, 3]), ([1, 2, 3], [2, 3]),
-    ]  # fmt: skip
+SEEN: list[Any] = []
 
 
-@pytest.mark.parametrize("failing", range(3))
-def test_an_error_names_its_part_and_ends_the_others(failing: int) -> None:
-    before = threading.active_count()
+def test_threads_have_the_state_of_the_calling_thread_and_then_their_own() -> None:
+    SEEN.clear()
+    case = Case(Modes, num=4, dtype=torch.float32, trainer={"precision": "bf16-mixed", "num_sanity_val_steps": 0})
+    fit(case, Modes(), DataParallelStrategy(verify=False), devices=3, max_epochs=1)
+    training, validation = SEEN[4:7], SEEN[-3:]  # a few samples are looked at before each
+    assert training == [(grad, True, torch.bfloat16) for grad in (False, True, True)]
+    assert validation == [(False, True, torch.bfloat16)] * 3
 
-    def part(number: int) -> None:
-        _meet(number)
-        if number == failing:
+
+class Fails(Net):
+    """Fails after a meeting where it has so many samples."""
+
+    at = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = evener.over_batch(spread)(self(batch[0]))
+        if len(batch[0]) == self.at:
             raise ValueError("broken")
-        _meet(number)
+        return loss
 
-    with pytest.raises(ValueError, match=rf"^broken \[part {failing} on cpu\]$"):
-        _run(*(partial(part, number) for number in range(3)))
+
+@pytest.mark.parametrize(("at", "part"), [(3, 1), (2, 2), (1, 3)])
+def test_an_error_names_its_part_and_ends_the_others(at: int, part: int) -> None:
+    module, before = Fails().double(), threading.active_count()
+    module.at = at
+    strategy = BalancedDataParallelStrategy(weights=[3, 2, 1], verify=False)
+    with pytest.raises(ValueError, match=rf"broken \[chunk {part} of 3, {at} of 6 samples, on cpu\]"):
+        fit(Case(batch_size=6), module, strategy, devices=3, num_sanity_val_steps=0)
     assert threading.active_count() == before
 
 
-def test_an_error_of_what_combines_is_raised_once() -> None:
-    def broken(brought: Any) -> Any:
-        raise ZeroDivisionError("no samples")
-
-    with pytest.raises(ZeroDivisionError, match="no samples"):
-        _run(*[lambda: seat().meet("here", 1, broken)] * 3)
+class Elsewhere(Net):
+    def loss(self, batch: Any) -> Tensor:
+        return evener.over_batch(spread if len(batch[0]) == 2 else torch.sum)(self(batch[0]))
 
 
-def test_parts_at_different_places_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="part 0 is at here, and part 1 at there: all parts of a batch must call the"):
-        _run(lambda: _meet(1), lambda: _meet(1, "there"))
+class Later(Net):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + evener.over_batch(spread)(self(batch[0])) if self.global_step else loss
 
 
-def test_threads_have_the_state_of_the_calling_thread() -> None:
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    def part() -> Any:
-        modes = len(torch.overrides._get_current_function_mode_stack())
-        _meet(None)
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.ones(1).device.type, modes
-
-    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), Mode():
-        found = _run(part, part)
-    assert found == [(False, True, "meta", 2)] * 2
-
-
-def test_what_a_part_sets_for_itself_does_not_reach_the_others() -> None:
-    def quiet() -> Any:
-        with torch.no_grad():
-            _meet(None)
-            return torch.is_grad_enabled()
-
-    def plain() -> Any:
-        _meet(None)
-        return torch.is_grad_enabled()
-
-    assert _run(quiet, plain) == [False, True]
-
-
-def test_parts_in_threads_that_meet_after_the_first_step_are_refused() -> None:
-    pieces = [Piece(CPU, f"part {i}", lambda: _meet(1)) for i in range(2)]
-    with Meeting(pieces, [1.0, 1.0]) as meeting, pytest.raises(ConfigError, match=r"set strategy.threads=false"):
-        Executor(threads=True).run(meeting.pieces)
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (Elsewhere, {}, r"is at over_batch\(spread\), and chunk 2 .* at over_batch\(sum\): all parts of a batch must"),
+        (Later, {"threads": True}, r"set strategy.threads=false"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_meet_are_refused_by_name(module: type[Net], options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(Case(), module().double(), DataParallelStrategy(verify=False, **options), devices=3)

@@ -1,7 +1,6 @@
-"""Pieces run in order or in threads, with the caller's modes, and errors name their piece."""
+"""Pieces in threads: each ends with its step, and those that share a device's generator share a thread."""
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,49 +19,8 @@ def pieces(*calls: Callable[[], Any]) -> list[Piece]:
     return [Piece(CPU, f"chunk {i + 1} of {len(calls)}", call) for i, call in enumerate(calls)]
 
 
-def modes() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        threading.current_thread() is threading.main_thread(),
-    )
-
-
-def test_cpu_pieces_run_in_order_in_the_callers_thread() -> None:
-    seen: list[int] = []
-    Executor().run(pieces(*(lambda i=i: seen.append(i) for i in range(3))))
-    assert seen == [0, 1, 2]
-    assert Executor().run(pieces(modes, modes))[1][-1]
-
-
-def test_threads_carry_the_callers_modes() -> None:
-    executor = Executor(threads=True)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert executor.run(pieces(modes, modes)) == [(False, False, True, torch.bfloat16, False)] * 2
-    with torch.inference_mode():
-        assert executor.run(pieces(modes, modes))[0][:3] == (False, True, False)
-    assert executor.run(pieces(modes, modes))[1][:3] == (True, False, False)
-    executor.shutdown()
-
-
-def failing(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
-def test_an_error_without_a_plain_message_keeps_its_cause() -> None:
-    with pytest.raises(RuntimeError, match=r"OSError: \[Errno 5\] disk \[chunk 1 of 1 on cpu\]") as caught:
-        Executor().run(pieces(failing(OSError(5, "disk"))))
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_no_thread_runs_on_after_an_error() -> None:
-    done = threading.Event()
-    release = threading.Event()
+def test_no_thread_runs_on_after_an_error_and_twelve_may_wait_for_each_other() -> None:
+    done, release, together = threading.Event(), threading.Event(), threading.Barrier(12)
 
     def slow() -> None:
         release.wait(60)
@@ -76,6 +34,7 @@ def test_no_thread_runs_on_after_an_error() -> None:
     with pytest.raises(ValueError, match="first"):
         executor.run(pieces(fail, slow))
     assert done.is_set()
+    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
     executor.shutdown()
 
 
@@ -85,26 +44,24 @@ def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypat
     monkeypatch.setattr(executor_module, "current_stream", lambda device: None)
     monkeypatch.setattr(executor_module, "on_device", lambda *_: nullcontext())
     seen: list[tuple[int, str]] = []
+    both_devices = threading.Barrier(2)
 
     def note(i: int) -> None:
-        time.sleep(0.05 if i == 0 else 0)  # a thread of its own would let the next go first
+        if i != 1:
+            both_devices.wait(60)
         seen.append((i, threading.current_thread().name))
 
     devices = [torch.device("meta", 0), torch.device("meta", 0), torch.device("meta", 1)]
-    own = [Piece(device, str(i), partial(note, i)) for i, device in enumerate(devices)]
     executor = Executor()
-    executor.run(own)
+    executor.run([Piece(device, str(i), partial(note, i)) for i, device in enumerate(devices)])
     threads = dict(seen)
     assert [i for i, _ in seen if i < 2] == [0, 1]
     assert threads[0] == threads[1] != threads[2]
     executor.shutdown()
 
 
-def test_pieces_that_wait_for_each_other_have_a_thread_each() -> None:
-    together = threading.Barrier(12)
-    executor = Executor(threads=True)
-    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
-    executor.shutdown()
+def autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -116,18 +73,8 @@ def test_autocast_of_another_type_than_the_first_piece_s_is_carried(
     torch.set_autocast_enabled("cuda", True)  # `torch.autocast` does nothing without a GPU
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
-        found = Executor(threads).run(pieces(modes, modes))
+        assert Executor(threads).run(pieces(autocast, autocast)) == [(True, torch.bfloat16)] * 2
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", torch.float16)
-    assert [mode[2:4] for mode in found] == [(True, torch.bfloat16)] * 2
-
-
-def test_autocast_of_one_type_goes_for_others_that_are_asked_for() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        state = executor_module.ThreadState()
-    assert not torch.is_autocast_enabled("cpu")
-    with state.autocast_on({"cpu"}):
-        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.bfloat16)
-    with executor_module.ThreadState().autocast_on({"cpu"}):
-        assert not torch.is_autocast_enabled("cpu")
+    assert Executor(threads).run(pieces(autocast))[0][0] is False
