@@ -39,6 +39,22 @@ STRATEGIES = [
 CUTTING = [*((strategy, 3) for strategy in STRATEGIES), (lambda: ModelParallelStrategy(num_microbatches=2), 2)]
 
 
+class Median(tm.Metric):
+    """Has a state that can't be merged, so that it sees the whole batch."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("middle", torch.zeros(()), dist_reduce_fx=torch.median)
+
+    def update(self, x: Tensor) -> None:
+        self.middle = x.median()
+
+    def compute(self) -> Tensor:
+        return self.middle
+
+
 def precision() -> Any:
     return tm.Precision("multiclass", num_classes=CLASSES, average="macro")
 
@@ -113,7 +129,27 @@ FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]
     "mean of each": (tm.MeanMetric, lambda out, y, loss: (out.sum(1),)),
     "sum of each": (tm.SumMetric, lambda out, y, loss: (out.sum(1),)),
     "running sum": (lambda: tm.RunningSum(2), lambda out, y, loss: (out.sum(1),)),
+    "median": (Median, lambda out, y, loss: (out[:, 0],)),
     "max": (tm.MaxMetric, lambda out, y, loss: (loss,)),
+    "max of equal numbers": (tm.MaxMetric, lambda out, y, loss: (0.5,)),
+    "max of losses": (tm.MaxMetric, lambda out, y, loss: (loss.item(),)),
+    **{  # MaxMetric had the mean of the parts' maxima
+        f"{kind.__name__} of one number per part": (kind, lambda out, y, loss: (out.max(),))
+        for kind in (tm.MaxMetric, tm.MinMetric, tm.CatMetric, tm.SumMetric)
+    },
+    "sums": (tm.CatMetric, lambda out, y, loss: (out.sum(0),)),
+    "a number of parts": (tm.CatMetric, lambda out, y, loss: (out[:, 0].median(),)),
+    # R2Score has no value of one sample; a metric with buffers was copied with its stage's hooks; a part without a
+    # group counted the next group for it
+    "r2": (tm.R2Score, lambda out, y, loss: (out[:, 0], y.to(out.dtype))),
+    "thresholds": (
+        lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=5),
+        lambda out, y, loss: (out.softmax(1), y),
+    ),
+    "groups": (
+        lambda: tm.classification.BinaryGroupStatRates(num_groups=2),
+        lambda out, y, loss: (out[:, 0].sigmoid(), y % 2, y // 2),
+    ),
     "cat": (tm.CatMetric, lambda out, y, loss: (loss,)),
     "classwise": (lambda: ClasswiseWrapper(accuracy(average=None)), lambda out, y, loss: (out, y)),
     "minmax": (lambda: MinMaxMetric(accuracy()), lambda out, y, loss: (out, y)),
@@ -169,25 +205,6 @@ def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strate
     expected = on_one_device(*FED[name], by_forward)
     found = measured(strategy(), devices, *FED[name], by_forward)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
-
-
-@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
-@pytest.mark.parametrize("make", [tm.MaxMetric, tm.MinMetric, tm.CatMetric, tm.SumMetric])
-def test_one_number_per_part_that_may_be_no_mean_is_one_devices(
-    make: Callable[[], Any], strategy: Any, devices: int
-) -> None:
-    # MaxMetric had the mean of the parts' maxima.
-    args = make, lambda out, y, loss: (out.max(),), False
-    expected, found = measured(SingleDeviceStrategy(), 1, *args), measured(strategy(), devices, *args)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
-def test_an_aggregator_is_given_equal_numbers_and_losses(strategy: Any, devices: int) -> None:
-    for feed in (lambda out, y, loss: (0.5,), lambda out, y, loss: (loss.item(),)):
-        expected = measured(SingleDeviceStrategy(), 1, tm.MaxMetric, feed, False)
-        found = measured(strategy(), devices, tm.MaxMetric, feed, False)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 class Parts(Net):
@@ -331,60 +348,6 @@ def test_what_does_not_follow_from_parts_is_counted_on_whole_batches(make: Any, 
     torch.testing.assert_close(*values, rtol=0, atol=1e-6, equal_nan=True)
 
 
-class Logged(Net):
-    """Logs one metric by step and epoch."""
-
-    metric: Any
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self.metric = make()
-        self.values: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self(batch[0])
-        if isinstance(self.metric, tm.R2Score):
-            self.metric(out[:, 0], batch[1].to(out.dtype))
-        elif isinstance(self.metric, tm.classification.MulticlassAUROC):
-            self.metric(out.softmax(1), batch[1])
-        else:
-            self.metric(out[:, 0].sigmoid(), batch[1] % 2, batch[1] // 2)
-            return nn.functional.cross_entropy(out, batch[1])
-        self.log("metric", self.metric, on_step=True, on_epoch=True)
-        return nn.functional.cross_entropy(out, batch[1])
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(self.metric.compute())
-        self.values.append(dict(self.trainer.callback_metrics))
-
-
-@pytest.mark.parametrize(
-    "strategy", [*STRATEGIES[:2], lambda: ModelParallelStrategy(num_microbatches=3)], ids=["dp", "balanced_dp", "mp"]
-)
-@pytest.mark.parametrize(
-    "make",
-    [
-        tm.R2Score,
-        lambda: tm.classification.MulticlassAUROC(CLASSES, thresholds=5),
-        lambda: tm.classification.BinaryGroupStatRates(num_groups=2),
-    ],
-    ids=["r2", "thresholds", "groups"],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_metrics_that_need_more_than_a_part_of_a_batch_are_one_devices(make: Any, strategy: Any) -> None:
-    """R2Score has no value of one sample; a metric with buffers was copied with its stage's hooks; a part without a
-    group counted the next group for it."""
-    found: list[Any] = []
-    for used, devices in ((strategy(), 2), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        case = Case()
-        module = Logged(make).double()
-        torch.manual_seed(5)
-        make_trainer(case, used, devices=devices).fit(module, DataLoader(list(case.loader().dataset)[:15], 5))  # type: ignore[arg-type]
-        found.append(module.values)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10, equal_nan=True)
-
-
 class Forwards(Net):
     """Logs, returns and keeps what metrics return, and calls one only where it has samples."""
 
@@ -472,15 +435,6 @@ def test_a_step_that_computes_with_a_metrics_value_gets_whole_batches(
         "dp: MulticlassAccuracy has a value of the whole batch only, which the step uses. So validation_step gets whole"
     )
     assert told in caplog.text
-
-
-@pytest.mark.parametrize(
-    "given", [lambda out: out.sum(0), lambda out: out[:, 0].median()], ids=["sums", "a number of parts"]
-)
-def test_what_parts_give_a_metric_otherwise_gets_whole_batches(given: Any) -> None:
-    args = tm.CatMetric, lambda out, y, loss: (given(out),), False
-    expected, found = measured(SingleDeviceStrategy(), 1, *args), measured(DataParallelStrategy(), 3, *args)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
