@@ -1,13 +1,14 @@
 """DDP's options, and shares by weights: the same training, and refusals in one sentence."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from regression import Net, Numbered, fit, outcome, quiet_trainer
+from regression import Net, Numbered, fit, outcome, quiet_trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -62,14 +63,13 @@ def fit_normed(strategy: pl.strategies.Strategy, devices: int, batch_size: int) 
     return module.state()
 
 
-def _train_normed() -> torch.Tensor:
-    strategy = DDPStrategy(batch_size_is="global", sync_batchnorm=True, timeout_s=120)
-    return fit_normed(strategy, 3, 7)
+def _train_normed(ranks: int, **options: Any) -> torch.Tensor:
+    return fit_normed(DDPStrategy(batch_size_is="global", timeout_s=120, **options), ranks, 7)
 
 
 def test_synchronized_batchnorm_is_one_devices() -> None:
     single = fit_normed(SingleDeviceStrategy(), 1, 7)
-    for state in run_ranks(_train_normed, 3):
+    for state in run_ranks(partial(_train_normed, sync_batchnorm=True), 3, 3):
         torch.testing.assert_close(state, single, rtol=0, atol=1e-10)
 
 
@@ -104,12 +104,8 @@ def test_a_cumulative_average_of_statistics_is_plain_batchnorms() -> None:
     torch.testing.assert_close(layer.running_var, variance.mean(0), rtol=0, atol=1e-12)
 
 
-def _train_plain_norm() -> torch.Tensor:
-    return fit_normed(DDPStrategy(batch_size_is="global", timeout_s=120), 2, 7)
-
-
 def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
-    first, second = run_ranks(_train_plain_norm, 2)
+    first, second = run_ranks(_train_normed, 2, 2)
     assert first.isfinite().all()
     torch.testing.assert_close(first[:16], second[:16], rtol=0, atol=0)  # parameters of the first layers
 
@@ -125,8 +121,8 @@ def _train_all() -> dict[str, Any]:
     for name, options in {**EXACT, **LOSSY}.items():
         strategy = DDPStrategy(batch_size_is="global", timeout_s=120, **options)
         found[name] = outcome(*fit(strategy, 2, 6, {}))
-    for name, weights in (("weights", [3, 1]), ("none for rank 1", [1, 0])):
-        found[name] = outcome(*fit(BalancedDDPStrategy(weights, timeout_s=120), 2, 6, {}))
+    for name, shares in (("weights", [3, 1]), ("none for rank 1", [1, 0])):
+        found[name] = outcome(*fit(BalancedDDPStrategy(shares, timeout_s=120), 2, 6, {}))
     found["two devices each"] = outcome(
         *fit(DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120), 4, 6, {})
     )
@@ -169,8 +165,8 @@ ACCUMULATED: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 3}}
 def test_a_static_graph_accumulates() -> None:
     """Cause: torch's wrapper records the graph in its first backward pass, which accumulation did not reduce."""
     single = outcome(*fit(SingleDeviceStrategy(), 1, 6, ACCUMULATED))["weights"]
-    for weights in (one for rank in run_ranks(_accumulate_in_a_static_graph, 2, timeout_s=200) for one in rank):
-        torch.testing.assert_close(weights, single, rtol=0, atol=1e-10)
+    for found in (one for rank in run_ranks(_accumulate_in_a_static_graph, 2, timeout_s=200) for one in rank):
+        torch.testing.assert_close(found, single, rtol=0, atol=1e-10)
 
 
 def test_options_and_shares_do_not_change_training() -> None:
@@ -201,8 +197,7 @@ def test_options_and_shares_do_not_change_training() -> None:
     pl.seed_everything(7, verbose=False)
     module = Net()
     quiet_trainer(SingleDeviceStrategy(), max_epochs=12).fit(module, DataLoader(Numbered(24), 12))
-    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
-    torch.testing.assert_close(first["auto"]["weights"], weights, rtol=0, atol=1e-10)
+    torch.testing.assert_close(first["auto"]["weights"], weights(module), rtol=0, atol=1e-10)
 
     assert "global batch 12 = 2 ranks × 6 samples" in first["lines"]
     assert "global batch 6 = 2 ranks × 3 samples" in first["lines"]
@@ -219,10 +214,7 @@ def test_options_and_shares_do_not_change_training() -> None:
         ({"compression": "zip"}, r"compression=zip is not allowed. Give fp16, bf16, powersgd or null"),
         ({"find_unused": True}, r"find_unused is unknown; choose from .*find_unused_parameters"),
         ({"static_graph": True, "find_unused_parameters": True}, r"were both given"),
-        (
-            {"static_graph": True, "devices_per_process": 2},
-            r"can't be recorded with devices_per_process=2",
-        ),
+        ({"static_graph": True, "devices_per_process": 2}, r"can't be recorded with devices_per_process=2"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
@@ -295,15 +287,11 @@ class Alternating(Net):
 @pytest.mark.parametrize("module", [Unused, Alternating])
 def test_a_lone_rank_needs_no_option_for_parameters_without_a_gradient(module: type[Net]) -> None:
     # Failed before: a single rank verifies nothing, so that its wrapper was not told.
-    [found] = run_ranks(_fit_alone, 1, module)
-    torch.testing.assert_close(found, _fit_one(module, SingleDeviceStrategy()), rtol=0, atol=1e-12)
+    [found] = run_ranks(_fit_alone, 1, module, DDPStrategy)
+    torch.testing.assert_close(found, _fit_alone(module, SingleDeviceStrategy), rtol=0, atol=1e-12)
 
 
-def _fit_one(module: type[Net], strategy: pl.strategies.Strategy) -> torch.Tensor:
+def _fit_alone(module: type[Net], strategy: Any) -> torch.Tensor:
     made = module()
-    quiet_trainer(strategy, 1).fit(made, DataLoader(Numbered(16), 4))
-    return torch.cat([value.detach().flatten() for value in made.parameters()])
-
-
-def _fit_alone(module: type[Net]) -> torch.Tensor:
-    return _fit_one(module, DDPStrategy(timeout_s=60))
+    quiet_trainer(strategy(), 1).fit(made, DataLoader(Numbered(16), 4))
+    return weights(made)

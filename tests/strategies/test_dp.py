@@ -3,14 +3,12 @@
 import copy
 import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-import torchmetrics
 from parity import CASES, CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, make_module, make_trainer, run
 from torch import Tensor, nn
 
@@ -62,71 +60,6 @@ def fit(module: pl.LightningModule, strategy: Any, case: Case = CASES["ragged"],
     return trainer
 
 
-class Stateful(Net):
-    """Logs in every way, and counts with torchmetrics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        metric = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
-        self.accuracy = metric
-        self.collection = torchmetrics.MetricCollection(
-            {"f1": torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"), "acc": metric.clone()}
-        )
-        self.logits = torchmetrics.CatMetric()
-        self.batch_values: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        out = self(x)
-        loss = nn.functional.cross_entropy(out, y)
-        self.log("mean", out.mean())
-        self.log("sum", y.sum().float(), reduce_fx="sum", on_epoch=True)
-        self.log("max", out.max(), reduce_fx=torch.max, on_epoch=True)
-        self.log_dict({"number": float(len(x)), "loss": loss.detach()}, on_epoch=True)
-        self.accuracy(out, y)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        self.collection(out, y)
-        self.log_dict(self.collection, on_step=False, on_epoch=True)  # pyright: ignore[reportArgumentType]  # Lightning's
-        self.logits.update(out.detach())
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batch_values.append(float(self.trainer.callback_metrics["accuracy_step"]))
-
-    def on_train_epoch_end(self) -> None:
-        self.seen = self.logits.compute()
-
-
-STATE_OPTIONS = {"log_every_n_steps": 1}
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step logs 'number', of which")  # the samples of a part
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallelStrategy,
-        lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
-        lambda: DataParallelStrategy(threads=True),
-        lambda: ModelParallelStrategy(num_microbatches=3),
-    ],
-)
-def test_logged_values_and_metrics_equal_one_device(strategy: Callable[[], Any]) -> None:
-    """Pain 11: 3 replicas, or 2 stages; every value, of each step and of the epoch."""
-    case = CASES["ragged"]
-    expected, found = Stateful().double(), Stateful().double()
-    found.load_state_dict(expected.state_dict())
-    one = fit(expected, SingleDeviceStrategy(), devices=1, **STATE_OPTIONS)
-    used = strategy()
-    devices = 2 if isinstance(used, ModelParallelStrategy) else 3
-    three = fit(found, used, case, devices=devices, **STATE_OPTIONS)
-    assert found.batch_values == expected.batch_values
-    torch.testing.assert_close(found.seen, expected.seen, rtol=0, atol=1e-10)
-    assert three.callback_metrics.keys() == one.callback_metrics.keys() >= {"f1", "acc", "accuracy_epoch", "sum_epoch"}
-    for name, value in one.callback_metrics.items():
-        if not name.startswith("number"):
-            torch.testing.assert_close(three.callback_metrics[name], value, rtol=0, atol=1e-6)
-
-
 def test_what_hooks_set_on_the_module_is_seen_by_every_replica() -> None:
     class Annealed(Net):
         temperature = 1.0
@@ -144,6 +77,15 @@ def test_what_hooks_set_on_the_module_is_seen_by_every_replica() -> None:
 
     case = Case(Annealed)
     assert_equal(run(case, DataParallelStrategy(), devices=3), baseline(case), 1e-10)
+
+
+def test_what_a_user_has_put_in_place_of_log_is_called_and_stays() -> None:
+    module, names = Net().double(), set[str]()
+    mine = lambda name, *args, **options: names.add(name)  # noqa: E731
+    module.log = mine  # type: ignore[method-assign]
+    fit(module, "dp", max_steps=1)
+    assert module.log is mine
+    assert names == {"train_loss", "val_loss"}
 
 
 def test_replicas_are_whole_modules() -> None:
@@ -558,27 +500,6 @@ def test_a_layer_that_is_added_while_training_is_replicated_and_its_steps_are_lo
         return torch.cat([*(p.detach().flatten() for p in module.parameters()), torch.tensor(module.losses)])
 
     torch.testing.assert_close(fitted("dp", 3), fitted(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
-
-
-class Predicts(Net):
-    """Has a loss that is a sum; what it predicts is a mean."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0]).mean()
-
-
-def test_a_loss_that_is_a_sum_says_nothing_of_predictions() -> None:
-    # the chunks' predictions were added
-    case = Case()
-    found = []
-    for strategy, devices in ((SingleDeviceStrategy(), 1), (DataParallelStrategy(), 2)):
-        torch.manual_seed(1)
-        trainer = make_trainer(case, strategy, devices=devices)
-        found.append(torch.stack(trainer.predict(Predicts().double(), case.loader())))  # type: ignore[arg-type]
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
 
 
 class PredictsTogether(Net):

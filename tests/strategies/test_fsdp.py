@@ -1,5 +1,6 @@
 """FSDP trains as one device does, with a part of everything on each rank."""
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ from regression import NUM_SAMPLES, Net, Numbered, fit, fit_all, outcome, quiet_
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import FSDPStrategy, SingleDeviceStrategy
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,7 +40,27 @@ def test_fsdp_trains_as_one_device_does(num_ranks: int) -> None:
             assert sorted(rank["validated"]) == sorted(2 * list(range(CASES[name].get("num", NUM_SAMPLES)))), name
 
 
-class Penalised(Net):
+class Kind(Net):
+    norm = 0.0
+
+    def callbacks(self) -> list[pl.Callback]:
+        return []
+
+
+def _fit(kind: type[Kind], shard: Any, num: int, size: int, epochs: int = 1, fits: int = 1, **options: Any) -> Any:
+    """Weights and notes after a training: in shards, or on one device where `shard` is None."""
+    torch.manual_seed(0)
+    module, ranks = kind(), 1 if shard is None else 2
+    given: Any = {"limit_val_batches": 0, "max_epochs": epochs, "callbacks": module.callbacks()}
+    for _ in range(fits):
+        strategy: Any = SingleDeviceStrategy()
+        if shard is not None:
+            strategy = FSDPStrategy(shard, batch_size_is="global", timeout_s=60, **options)
+        quiet_trainer(strategy, ranks, **given).fit(module, DataLoader(Numbered(num), size))
+    return weights(module), module.norm
+
+
+class Penalised(Kind):
     """With a penalty on the gradient of what it computes by its input."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -48,18 +69,7 @@ class Penalised(Net):
         return (self.net(x) - batch[1]).square().mean() + gradient.square().mean()
 
 
-def _fit_penalised(shard: Any) -> None:
-    strategy = FSDPStrategy(shard, batch_size_is="global", timeout_s=60)
-    quiet_trainer(strategy, 2, max_epochs=1).fit(Penalised(), DataLoader(Numbered(6), 3))
-
-
-def test_a_gradient_penalty_is_told_to_leave_the_module_uncut() -> None:
-    with pytest.raises(RankError, match=r"has released, because training_step .* Set strategy\.shard=\[\]"):
-        run_ranks(_fit_penalised, 2, "auto")
-    run_ranks(_fit_penalised, 2, [])
-
-
-class Adapts(Net):
+class Adapts(Kind):
     """A step of MAML: the loss of weights after a step of gradient descent."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -70,18 +80,7 @@ class Adapts(Net):
         return (self.net[1:](functional_call(first, adapted, batch[0])) - batch[1]).square().mean()
 
 
-def _adapted(shard: Any) -> None:
-    strategy = FSDPStrategy(shard, batch_size_is="global", timeout_s=60, verify=False)
-    quiet_trainer(strategy, 2, max_epochs=1).fit(Adapts(), DataLoader(Numbered(8), 4))
-
-
-def test_gradients_by_parameters_of_a_part_are_told_to_gather_all() -> None:
-    with pytest.raises(RankError, match=r"set strategy\.shard=\[\]"):
-        run_ranks(_adapted, 2, "auto")
-    run_ranks(_adapted, 2, [])
-
-
-class Wasserstein(Net):
+class Wasserstein(Kind):
     """A generator and a critic whose gradient by its input is penalised, in manual optimization."""
 
     def __init__(self) -> None:
@@ -107,26 +106,25 @@ class Wasserstein(Net):
         return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net, self.critic)]
 
 
-def _penalised_by_hand(strategy: Any, num_ranks: int) -> torch.Tensor | str:
-    module = Wasserstein()
-    try:
-        quiet_trainer(strategy, num_ranks, max_epochs=1).fit(module, DataLoader(Numbered(12), 4))
-    except ConfigError as exc:
-        return str(exc)
-    return weights(module)
+@pytest.mark.parametrize(
+    ("kind", "numbers", "options", "told"),
+    [
+        (Penalised, (6, 3), {}, r"has released, because training_step .* Set strategy\.shard=\[\]"),
+        (Adapts, (8, 4), {"verify": False}, r"set strategy\.shard=\[\]"),
+        (Wasserstein, (12, 4), {}, r"torch\.autograd\.grad in it, set strategy\.shard=\[\]"),
+    ],
+)
+def test_gradients_within_a_step_are_told_what_to_set_and_it_helps(
+    kind: type[Kind], numbers: Any, options: Any, told: str
+) -> None:
+    with pytest.raises(RankError, match=told):
+        run_ranks(partial(_fit, **options), 2, kind, "auto", *numbers)
+    trained = run_ranks(partial(_fit, **options), 2, kind, [], *numbers)
+    if not options:  # unverified ranks adapt to their own samples
+        torch.testing.assert_close(trained, [_fit(kind, None, *numbers)] * 2, rtol=0, atol=1e-10)
 
 
-def _penalised_on_ranks() -> list[Any]:
-    return [_penalised_by_hand(FSDPStrategy(shard, batch_size_is="global", timeout_s=60), 2) for shard in ("auto", [])]
-
-
-def test_what_a_penalty_by_hand_is_told_to_set_helps() -> None:
-    for told, trained in run_ranks(_penalised_on_ranks, 2):
-        assert "torch.autograd.grad in it, set strategy.shard=[]" in told
-        torch.testing.assert_close(trained, _penalised_by_hand(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
-
-
-class Complex(Net):
+class Complex(Kind):
     """With complex parameters, of which Adam updates the real and imaginary parts."""
 
     def __init__(self) -> None:
@@ -142,36 +140,7 @@ class Complex(Net):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
-def _fit_complex(strategy: Any = None) -> Any:
-    torch.manual_seed(0)
-    module = Complex()
-    strategy, num_ranks = (strategy, 1) if strategy else (FSDPStrategy(batch_size_is="global", timeout_s=60), 2)
-    quiet_trainer(strategy, num_ranks, limit_val_batches=0).fit(module, DataLoader(Numbered(9), 4))
-    return weights(module)
-
-
-def test_complex_parameters_are_trained_in_shards() -> None:
-    # Their real and imaginary parts, as which Adam views them, were read as complex numbers: an error of torch's.
-    single = _fit_complex(SingleDeviceStrategy())
-    for rank in run_ranks(_fit_complex, 2, timeout_s=120):
-        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
-
-
-def _fit_singly() -> Any:
-    module = Net()
-    quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), 2).fit(module, DataLoader(Numbered(3), 1))
-    return weights(module)
-
-
-def test_a_rank_without_samples_in_the_first_batch_waits_for_nothing() -> None:
-    # Ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT.
-    module = Net()
-    quiet_trainer(SingleDeviceStrategy(), 1).fit(module, DataLoader(Numbered(3), 1))
-    for rank in run_ranks(_fit_singly, 2, timeout_s=120):
-        torch.testing.assert_close(rank, weights(module), rtol=0, atol=1e-10)
-
-
-class Early(Net):
+class Early(Kind):
     """Its optimizer exists before training, as LightningCLI makes it."""
 
     def __init__(self) -> None:
@@ -182,8 +151,8 @@ class Early(Net):
         return self.early
 
 
-class Holds(Net):
-    """Reads a parameter that it has held since before it was cut."""
+class Holds(Kind):
+    """Reads a parameter that it has held since before it was cut; a callback reads it between steps, and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,76 +162,47 @@ class Holds(Net):
         loss = super().training_step(batch, batch_idx)
         return loss + sum(weight.square().sum() for weight in self.groups["decayed"])
 
+    def callbacks(self) -> list[pl.Callback]:
+        return [Reads()]
+
 
 class Reads(pl.Callback):
-    """Reads such a parameter between steps, and writes to it."""
-
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         weight = pl_module.groups["decayed"][0]
-        self.norm = weight.norm().item()
+        pl_module.norm = weight.norm().item()
         weight.data.mul_(0.9)
 
 
-def _fit_early() -> Any:
-    torch.manual_seed(0)
-    module = Early()
-    quiet_trainer(FSDPStrategy(batch_size_is="global", timeout_s=60), 2, max_epochs=2).fit(
-        module, DataLoader(Numbered(6), 3)
-    )
-    return weights(module)
-
-
-def test_an_optimizer_made_before_trains_the_shards() -> None:
-    torch.manual_seed(0)
-    module = Early()
-    quiet_trainer(SingleDeviceStrategy(), 1, max_epochs=2).fit(module, DataLoader(Numbered(6), 3))
-    for rank in run_ranks(_fit_early, 2, timeout_s=120):
-        torch.testing.assert_close(rank, weights(module), rtol=0, atol=1e-10)
-
-
-def _fit_holding(strategy: Any, num: int) -> Any:
-    torch.manual_seed(0)
-    module, reads = Holds(), Reads()
-    quiet_trainer(strategy, num, max_epochs=1, callbacks=[reads]).fit(module, DataLoader(Numbered(6), 3))
-    return weights(module), reads.norm
-
-
-def _fit_holding_shards() -> Any:
-    return _fit_holding(FSDPStrategy(shard=[], batch_size_is="global", timeout_s=60), 2)
-
-
-def test_a_parameter_that_was_kept_from_before_is_the_one_that_is_trained() -> None:
-    single = _fit_holding(SingleDeviceStrategy(), 1)
-    for rank in run_ranks(_fit_holding_shards, 2):
-        torch.testing.assert_close(rank, single, rtol=0, atol=1e-10)
-
-
-class Summed(Net):
+class Summed(Kind):
     """A loss that is a sum."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return (self.net(batch[0]) - batch[1]).square().sum()
 
 
-class Rooted(Net):
+class Rooted(Kind):
     """A loss that is no sum of parts'."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return (self.net(batch[0]) - batch[1]).square().mean().sqrt()
 
 
-def _fit_twice(strategy: Any, module: type[Net]) -> torch.Tensor:
-    torch.manual_seed(1)
-    trained = module()
-    for _ in range(2):
-        made = strategy(batch_size_is="global", timeout_s=60) if strategy is FSDPStrategy else strategy()
-        quiet_trainer(made, 2 if strategy is FSDPStrategy else 1, max_epochs=1).fit(trained, DataLoader(Numbered(9), 4))
-    return weights(trained)
-
-
-@pytest.mark.parametrize("module", [Summed, Rooted])
-def test_a_second_fit_knows_what_the_first_has_found_of_the_whole_module(module: type[Net]) -> None:
+TRAINED: dict[str, Any] = {
+    # Adam's view of their real and imaginary parts was read as complex numbers: an error of torch's
+    "complex parameters": (Complex, "auto", 9, 4, 2),
+    # ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT
+    "a first batch without samples for a rank": (Kind, "auto", 3, 1, 2),
+    "an optimizer made before": (Early, "auto", 6, 3, 2),
+    "a parameter kept from before": (Holds, [], 6, 3),
     # shards "could not be compared", so that the second run counted by samples
-    expected = run_ranks(_fit_twice, 1, SingleDeviceStrategy, module)[0]
-    for found in run_ranks(_fit_twice, 2, FSDPStrategy, module):
+    "a second fit of a sum": (Summed, "auto", 9, 4, 1, 2),
+    "a second fit of a root": (Rooted, "auto", 9, 4, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_shards_train_as_one_device_does(name: str) -> None:
+    kind, shard, *numbers = TRAINED[name]
+    expected = _fit(kind, None, *numbers)
+    for found in run_ranks(_fit, 2, kind, shard, *numbers, timeout_s=120):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -1,17 +1,16 @@
 """A scheduler that a module steps itself gives every rank one device's learning rates."""
 
-import warnings
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
+from regression import quiet_trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from evener.trainer import Trainer
 
 STRATEGIES: dict[str, Any] = {
     "single": SingleDeviceStrategy,
@@ -85,12 +84,8 @@ class OwnHook(Manual):
 
 
 def _fit(strategy: str, reads: str) -> Any:
-    warnings.simplefilter("ignore")
     module = (OwnHook if reads == "hook" else Manual)(reads)
-    trainer = Trainer(
-        strategy=STRATEGIES[strategy](), devices=1 if strategy == "single" else 2, accelerator="cpu", max_epochs=2,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(STRATEGIES[strategy](), 1 if strategy == "single" else 2)
     drawn = torch.Generator().manual_seed(0)
     x, y = (torch.randn(17, width, generator=drawn, dtype=torch.float64) for width in (3, 1))
     trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))  # one rank has no part of the last batch

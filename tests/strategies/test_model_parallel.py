@@ -25,16 +25,6 @@ def test_deep_module_equals_one_device(num_stages: int, num_microbatches: int) -
     assert_equal(found, baseline(DEEP), 1e-10)
 
 
-SQUARE = Case(SquareNet)
-
-
-@pytest.mark.parametrize("output_device", ["last", "first"])
-def test_tied_weights_equal_one_device(output_device: str) -> None:
-    tied = ModelParallelStrategy(num_microbatches=3, output_device=output_device)
-    found = run(SQUARE, tied, devices=2)
-    assert_equal(found, baseline(SQUARE), 1e-10)
-
-
 class CheckpointedNet(DeepNet):
     """Its blocks are computed once more in backward: all four together, on two stages."""
 
@@ -53,14 +43,6 @@ class ReentrantNet(CheckpointedNet):
     reentrant = True
 
 
-@pytest.mark.timeout(600, method="thread")  # modules that were called in backward waited for a turn for ever
-@pytest.mark.parametrize("module", [CheckpointedNet, ReentrantNet])
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_activation_checkpointing_equals_one_device(num_stages: int, module: type[Net]) -> None:
-    case = Case(module)
-    assert_equal(run(case, ModelParallelStrategy(num_microbatches=3), devices=num_stages), baseline(case), 1e-10)
-
-
 class BranchedNet(Net):
     """Its first layer is used beside all others too: backward comes to stage 0 before it has left the last."""
 
@@ -68,11 +50,17 @@ class BranchedNet(Net):
         return self.net(x) + self.net[0](x)[:, :3].tanh()
 
 
-@pytest.mark.timeout(600, method="thread")  # each micro-batch kept its stage, and waited for the other one's
-def test_a_backward_pass_that_branches_equals_one_device() -> None:
-    case = Case(BranchedNet)
-    found = run(case, ModelParallelStrategy(num_microbatches=3), devices=2)
-    assert_equal(found, baseline(case), 1e-10)
+@pytest.mark.timeout(600, method="thread")  # modules that were called in backward waited for a turn for ever
+@pytest.mark.parametrize(
+    ("module", "num_stages", "output_device"),
+    [(module, num, "last") for module in (CheckpointedNet, ReentrantNet) for num in (2, 3)]
+    + [(BranchedNet, 2, "last"), (SquareNet, 2, "last"), (SquareNet, 2, "first")],
+)
+def test_backward_passes_that_come_back_equal_one_device(
+    module: type[Net], num_stages: int, output_device: Any
+) -> None:
+    strategy = ModelParallelStrategy(num_microbatches=3, output_device=output_device)
+    assert_equal(run(Case(module), strategy, devices=num_stages), baseline(Case(module)), 1e-10)
 
 
 def scaled(dtype: torch.dtype = torch.float16) -> Any:
@@ -80,8 +68,9 @@ def scaled(dtype: torch.dtype = torch.float16) -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
 
 
-def test_gradient_scaler_equals_one_device() -> None:
-    case = Case(GroupsNet, dtype=torch.float32, num=22, trainer={"gradient_clip_val": 0.1})
+@pytest.mark.parametrize("clip", [0.1, None])  # where clipping hides a scale
+def test_gradient_scaler_equals_one_device(clip: float | None) -> None:
+    case = Case(GroupsNet, dtype=torch.float32, num=22, trainer={"gradient_clip_val": clip})
     one = run(case, SingleDeviceStrategy(), devices=1, plugins=[scaled()])
     many = run(case, ModelParallelStrategy(num_microbatches=2), devices=2, plugins=[scaled()])
     assert (many.weights - one.weights).abs().max() < 2e-3  # of half precision

@@ -1,17 +1,17 @@
 """A step that is run only to see its result leaves the module as it was."""
 
+import copy
 from collections import deque
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
+from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import BalancedDataParallelStrategy, SingleDeviceStrategy
-from evener.strategies.batch.exact.module_state import ModuleState
-from evener.strategies.core.module_state import untraced_step
-from evener.trainer import Trainer
+from evener.strategies import BalancedDataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 FOUND: list[Tensor] = []
 """What hooks have seen since the last call of `Capturing` began."""
@@ -57,68 +57,45 @@ class Counting(Collecting):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
+        self.has_hook = False
         self.seen: dict[str, list[float]] = {"losses": []}
         self.last = deque([7.0], maxlen=1)
-        self.trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.count = self.count + 1
+        if not self.has_hook:  # only hooks of modules were restored: each trial of a loss scaled the gradient once more
+            self.net.layer.weight.register_hook(lambda gradient: gradient * 3)
+            self.has_hook = True
         loss = super().training_step(batch, batch_idx)
         self.seen["losses"].append(float(loss.detach()))
         self.last.append(float(loss.detach()))
         return loss
 
 
-def test_a_trial_leaves_no_hook_and_nothing_in_dicts() -> None:
-    module = Counting()
-    before, state = module.count, ModuleState(module)
-    module.training_step(torch.ones(3, 2, dtype=torch.float64), 0)
-    state.restore()
-    assert module.count is before
-    assert float(before) == 0
-    assert not hasattr(module.net, "has_hook")
-    assert not module.net.layer._forward_hooks
-    assert module.seen == {"losses": []}
-    assert list(module.last) == [7.0]
-
-
-def test_a_trial_leaves_no_hook_on_a_parameter() -> None:
-    # Cause: only hooks of modules were restored, so that each trial of a loss scaled the gradient once more.
-    module = Counting()
-    weight = module.net.layer.weight
-    weight.register_hook(lambda gradient: gradient * 2)
-    state = ModuleState(module)
-    weight.register_hook(lambda gradient: gradient * 3)
-    weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.zero_())  # type: ignore[union-attr]
-    state.restore()
-    weight.sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def test_a_buffer_that_a_step_replaces_is_restored() -> None:
-    module = Counting()
-    before = module.count
-    with untraced_step(module):
-        module.training_step(torch.ones(3, 2, dtype=torch.float64), 0)
-        assert float(module.count) == 1
-    assert module.count is before
-    assert float(module.count) == 0
-
-
-def trained(strategy: Any, devices: int) -> dict[str, Tensor]:
+def trained(module: Collecting, strategy: Any, devices: int) -> Collecting:
     torch.manual_seed(0)
-    module = Collecting()
     data = list(torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
-    trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader[Any](data, 2))  # type: ignore[arg-type]
-    return module.state_dict()
+    quiet_trainer(strategy, devices, max_epochs=1).fit(module, DataLoader[Any](data, 2))  # type: ignore[arg-type]
+    return module
 
 
-def test_hooks_of_a_first_step_are_there_once_where_the_first_device_has_no_samples() -> None:
-    # Cause: the loss was tried on the root, which had not run a step; each trial left a hook, 18 in all.
-    found = trained(BalancedDataParallelStrategy(gpu0_chunk=0), 2)
-    torch.testing.assert_close(found, trained(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
+@pytest.mark.parametrize(
+    ("module", "strategy", "devices"),
+    [
+        # Cause: the loss was tried on the root, which had not run a step; each trial left a hook, 18 in all.
+        (Collecting, lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 2),
+        (Counting, lambda: ModelParallelStrategy(num_microbatches=2), 1),  # which its writes give whole batches
+    ],
+)
+def test_what_is_looked_at_before_the_first_step_leaves_no_trace(
+    module: type[Collecting], strategy: Any, devices: int
+) -> None:
+    torch.manual_seed(3)
+    first = module()
+    second = copy.deepcopy(first)
+    found, expected = trained(first, strategy(), devices), trained(second, SingleDeviceStrategy(), 1)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=1e-10)
+    for one in (found, expected) if isinstance(found, Counting) else ():
+        assert float(one.count) == len(one.seen["losses"]) == 3
+        assert len(one.last) == 1
+        assert len(one.net.layer._forward_hooks) == len(one.net.layer.weight._backward_hooks) == 1

@@ -424,43 +424,6 @@ def returning(what: Callable[[Tensor, Tensor], Any]) -> type[Returning]:
     return Made
 
 
-RESULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "list of vectors": lambda out, y: list(out),
-    "list of dicts": lambda out, y: [{"out": row, "y": int(label)} for row, label in zip(out, y, strict=True)],
-    "structure": lambda out, y: [out, out * 2, out * 3],
-    "means": lambda out, y: [out.mean(), {"a": float(out.mean())}],
-    "count": lambda out, y: {"n": len(y), "flag": True, "name": "a", "none": None, "out": out},
-    "strings": lambda out, y: [str(int(label)) for label in y],
-    "nothing": lambda out, y: None,
-}
-
-
-@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)])
-@pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("name", RESULTS)
-@pytest.mark.filterwarnings("ignore:predict returned None")
-def test_results_are_those_of_one_device(name: str, devices: int, strategy: Any) -> None:
-    """A list of 3 vectors of 3 numbers from each of two chunks of 3 samples was joined as if it were 3 stacks."""
-    found: list[Any] = []
-    for used, count in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        module = returning(RESULTS[name])().double()
-        samples = Samples(*(CLASSIFIED.samples * 2)[:17])
-        trainer = make_trainer(Case(), used, devices=count)
-        trainer.validate(module, DataLoader(samples, 6), verbose=False)
-        found.append([module.seen, trainer.predict(module, DataLoader(samples, 6))])
-    torch.testing.assert_close(_plain(found[0]), _plain(found[1]), rtol=0, atol=1e-10)
-
-
-def _plain(value: Any) -> Any:
-    """Strings and None as numbers, which `assert_close` compares."""
-    if value is None or isinstance(value, str):
-        return list(str(value).encode())
-    if isinstance(value, dict):
-        return {key: _plain(child) for key, child in value.items()}
-    return [_plain(child) for child in value] if isinstance(value, (list, tuple)) else value
-
-
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     r"validation_step\['correct'\] is . and . in parts of . and . samples": lambda out, y: {"correct": int(y[0])},
     r"validation_step\['correct'\] is an integer tensor": lambda out, y: {"correct": y.sum()},

@@ -9,6 +9,7 @@ import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import warm_python
@@ -86,6 +87,8 @@ def hiding(cls, name, path=None, target=None):
 importlib.machinery.PathFinder.find_spec = classmethod(hiding)
 """
 
+LIGHTNING, STANDALONE = {"lightning"}, {"pytorch_lightning", "lightning_fabric"}
+
 LOAD = """
 import pickle
 from evener.trainer import Trainer
@@ -136,26 +139,54 @@ from evener.strategies.core import lightning_names
 assert lightning_names is sys.modules["evener.strategies.core.lightning_names"]
 print(L.LightningModule is pl.LightningModule, sum(type(finder).__name__ == "_AliasFinder" for finder in sys.meta_path))
 """
+NOTHING = """
+import evener.trainer
+from importlib.util import find_spec
+print(find_spec("lightning.pytorch.nothing"), find_spec("lightning.pytorch.cli").name)
+import lightning.pytorch.nothing
+"""
+ROOM = "from evener.trainer.cli import train\nprint(train.ClusterEnvironment.__module__)"
+BOTH_BEFORE = """
+import pytorch_lightning, lightning
+from evener.trainer import Trainer
+import written
+Trainer(accelerator="cpu", logger=False).fit(written.Net(), written.Data())
+"""
+REFUSED = (
+    "Net derives from lightning's LightningModule, and Evener runs pytorch_lightning here, which is a different "
+    "package. Import evener before either of them"
+)
+OFF = "import evener.strategies, lightning.pytorch as a, pytorch_lightning as b; print(a is b)"
+OLD = """
+import pytorch_lightning
+pytorch_lightning.__version__ = "2.5.2"
+from evener.trainer import Trainer
+"""
 
 
 @pytest.mark.long
-def test_evener_trainer_makes_both_names_one_before_it_imports_torch(tmp_path: Path) -> None:
-    # It did so when `Trainer` was first used: modules of `import evener.trainer; import lightning` were refused.
-    ended = python(tmp_path, TRAINER_ALONE)
-    assert ended.stdout == "True 1\n", ended.stderr
-
-
-@pytest.mark.long
-def test_a_module_that_is_not_there_is_not_found_under_the_other_name_either(tmp_path: Path) -> None:
-    # `find_spec`, by which libraries ask for optional parts, found whatever began with the other name.
-    script = (
-        "import evener.trainer\nfrom importlib.util import find_spec\n"
-        "print(find_spec('lightning.pytorch.nothing'), find_spec('lightning.pytorch.cli').name)\n"
-        "import lightning.pytorch.nothing"
-    )
-    ended = python(tmp_path, script)
-    assert ended.stdout == "None lightning.pytorch.cli\n", ended.stderr
-    assert "No module named 'lightning.pytorch.nothing'" in ended.stderr
+@pytest.mark.parametrize(
+    ("script", "environment", "told", "error"),
+    [
+        # it did so when `Trainer` was first used: modules of `import evener.trainer; import lightning` were refused
+        (TRAINER_ALONE, {}, "True 1\n", ""),
+        # `find_spec`, by which libraries ask for optional parts, found whatever began with the other name
+        (NOTHING, {}, "None lightning.pytorch.cli\n", "No module named 'lightning.pytorch.nothing'"),
+        # `python train.py` ended in "No module named 'pytorch_lightning'" where only lightning is installed
+        ("hidden" + ROOM, {}, "lightning.fabric.", ""),
+        (BOTH_BEFORE, {}, "", REFUSED),
+        (OFF, {"EVENER_LIGHTNING_ALIAS": "0"}, "False\n", ""),
+        (OLD, {}, "", "but 2.5.2 is installed"),
+    ],
+    ids=["before torch", "not there", "only lightning", "both before", "off", "an old version"],
+)
+def test_what_is_imported_and_refused(script: str, environment: Any, told: str, error: str, tmp_path: Path) -> None:
+    script = script.replace("hidden", HIDE.format(hidden=STANDALONE))
+    ended = python(tmp_path, script, **environment)
+    assert ended.stdout.startswith(told), ended.stderr
+    assert error in ended.stderr
+    assert (ended.returncode != 0) == bool(error), ended.stderr
+    assert "unset EVENER_LIGHTNING_ALIAS" not in ended.stderr
 
 
 LOGGERS = """
@@ -195,9 +226,6 @@ def test_what_is_set_on_a_logger_of_either_name_counts(before: str, other: str, 
     assert ended.stderr == "first\n"
 
 
-LIGHTNING, STANDALONE = {"lightning"}, {"pytorch_lightning", "lightning_fabric"}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "name", "then_without"),
@@ -213,37 +241,6 @@ def test_what_is_saved_with_one_name_loads_where_only_the_other_is_installed(
     assert f"trained with {name}" in saved.stdout, saved.stderr
     loaded = python(tmp_path, HIDE.format(hidden=then_without) + LOAD)
     assert "resumed at 2 4\nunpickled 4" in loaded.stdout, loaded.stderr
-
-
-@pytest.mark.long
-def test_every_room_can_be_the_first_import_where_only_lightning_is_installed(tmp_path: Path) -> None:
-    # `python train.py` ended in "No module named 'pytorch_lightning'": no import of `evener.strategies` came before.
-    hidden = HIDE.format(hidden=STANDALONE)
-    ended = python(
-        tmp_path, hidden + "from evener.trainer.cli import train\nprint(train.ClusterEnvironment.__module__)"
-    )
-    assert ended.stdout.startswith("lightning.fabric."), ended.stderr
-
-
-@pytest.mark.long
-def test_objects_of_the_other_package_are_refused_where_both_were_imported_before(tmp_path: Path) -> None:
-    script = (
-        "import pytorch_lightning, lightning\nfrom evener.trainer import Trainer\nimport written\n"
-        "Trainer(accelerator='cpu', logger=False).fit(written.Net(), written.Data())"
-    )
-    ended = python(tmp_path, script)
-    expected = (
-        "Net derives from lightning's LightningModule, and Evener runs pytorch_lightning here, which is a different "
-        "package. Import evener before either of them"
-    )
-    assert expected in ended.stderr
-    assert "unset EVENER_LIGHTNING_ALIAS" not in ended.stderr
-
-
-@pytest.mark.long
-def test_the_import_hook_can_be_switched_off(tmp_path: Path) -> None:
-    script = "import evener.strategies, lightning.pytorch as a, pytorch_lightning as b; print(a is b)"
-    assert python(tmp_path, script, EVENER_LIGHTNING_ALIAS="0").stdout == "False\n"
 
 
 def test_different_versions_are_reported_once_with_the_one_that_runs(
@@ -272,24 +269,6 @@ def test_supported_versions_are_those_of_the_package() -> None:
     low, high = lightning_names.SUPPORTED
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"pytorch-lightning>={low},<{high}"' in pyproject
-
-
-OLD = """
-import pytorch_lightning
-pytorch_lightning.__version__ = "2.5.2"
-try:
-    from evener.trainer import Trainer
-except ImportError as exc:
-    assert "but 2.5.2 is installed" in str(exc)
-else:
-    raise SystemExit("imported")
-"""
-
-
-@pytest.mark.long
-def test_the_version_is_verified_on_import() -> None:
-    done = warm_python.run("-c", OLD, without_lightning=True)
-    assert done.returncode == 0, done.stderr
 
 
 CLI = """

@@ -2,16 +2,11 @@
 
 from typing import Any
 
-import pytest
 import pytorch_lightning.strategies as pl_strategies
 import torch
-import torch.distributed as dist
 from recording import SmallModule, loader
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from evener.strategies import DataParallelStrategy
-from evener.strategies.ranks.gradient_sync import forward_through
 from evener.trainer import Trainer
 
 
@@ -71,40 +66,3 @@ def test_a_method_patched_on_the_object_is_called() -> None:
 
 def test_another_strategy_is_called_as_lightning_calls_it() -> None:
     assert calls_of(Lightnings()) == ["post_backward"] * 2
-
-
-class Stepping(nn.Module):
-    """A module with a step, as a LightningModule has, and a hook on its forward."""
-
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        self.automatic_optimization = automatic
-        self.seen: list[Any] = []
-        self.register_forward_hook(lambda module, args, output: self.seen.append(args))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-    def step(self, x: torch.Tensor, add: float) -> torch.Tensor:
-        if add < 0:
-            raise ValueError(add)
-        return self(x).sum() + add
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-def test_a_step_runs_in_the_place_of_the_wrapped_forward_and_may_call_it(automatic: bool) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        inner, x = Stepping(automatic), torch.ones(3, 2)
-        wrapper = DistributedDataParallel(inner)
-        with pytest.raises(ValueError, match="-1"):
-            forward_through(wrapper, inner.step, x, add=-1)
-        loss = forward_through(wrapper, inner.step, x, add=2)
-        assert torch.allclose(loss, inner.layer(x).sum() + 2)
-        assert len(inner.seen) == 1  # the step's own call, as on one device
-        assert vars(inner).keys() == vars(Stepping(automatic)).keys()
-        assert wrapper.require_backward_grad_sync
-        assert wrapper.require_forward_param_sync is automatic  # in manual optimization each backward prepares its own
-    finally:
-        dist.destroy_process_group()

@@ -4,6 +4,7 @@ Every operation takes a second, and every copy ten.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import late_device
 import pytest
@@ -18,7 +19,6 @@ from evener.strategies.core.side_streams import (
     finish_copy,
     from_host,
     start_copy,
-    work_so_far,
 )
 
 pytestmark = needs_late_device
@@ -46,48 +46,6 @@ def timeline(steps: Callable[[dict[str, Tensor]], None]) -> list[tuple[str, floa
     return [(name, begin - since, end - since) for name, begin, end in named]
 
 
-def _copied(tensors: dict[str, Tensor]) -> None:
-    made = tensors["here"] + 1
-    copies, arrived = start_copy([made], there())
-    tensors["there"] + 1
-    made + 1
-    finish_copy(copies, arrived)
-    copies[0] + 1
-
-
-def test_a_copy_waits_for_its_source_and_delays_neither_device() -> None:
-    assert late_device.run(timeline, _copied) == [
-        ("work 0", 0, 1), ("copy 0", 1, 11), ("work 1", 0, 1), ("work 0", 1, 2), ("work 1", 11, 12)
-    ]  # fmt: skip
-
-
-def _two_directions(tensors: dict[str, Tensor]) -> None:
-    late = tensors["there"] + 1
-    for _ in range(4):
-        late = late + 1
-    start_copy([late], here())
-    copies, arrived = start_copy([tensors["here"]], there())
-    start_copy([tensors["here"]], there())
-    finish_copy(copies, arrived)
-    copies[0] + 1
-
-
-def test_copies_wait_for_none_in_the_other_direction_and_for_none_that_begin_later() -> None:
-    *_, back, first, second, work = late_device.run(timeline, _two_directions)
-    assert (back, first, second) == (("copy 1", 5, 15), ("copy 0", 0, 10), ("copy 0", 10, 20))
-    assert work == ("work 1", 10, 11)
-
-
-def _ready(tensors: dict[str, Tensor]) -> None:
-    ready = work_so_far(here())
-    tensors["here"] + 1
-    cross([tensors["here"]], there(), ready)
-
-
-def test_what_was_ready_before_does_not_wait_for_later_work() -> None:
-    assert late_device.run(timeline, _ready) == [("work 0", 0, 1), ("copy 0", 0, 10)]
-
-
 def _beside(tensors: dict[str, Tensor]) -> None:
     copies, arrived = start_copy([tensors["here"]], there())
     with beside(there()):
@@ -98,12 +56,6 @@ def _beside(tensors: dict[str, Tensor]) -> None:
     copies[0] + 1
 
 
-def test_work_beside_a_device_follows_the_copy_alone() -> None:
-    assert late_device.run(timeline, _beside) == [
-        ("copy 0", 0, 10), ("work 1", 10, 11), ("work 1", 0, 1), ("work 1", 11, 12)
-    ]  # fmt: skip
-
-
 def _next_batch(tensors: dict[str, Tensor]) -> None:
     first = from_host({"x": torch.ones(2)}, there())
     first["x"] + 1
@@ -111,10 +63,21 @@ def _next_batch(tensors: dict[str, Tensor]) -> None:
     second["x"] + 1
 
 
-def test_the_next_batch_is_copied_while_the_device_computes_this_one() -> None:
-    assert late_device.run(timeline, _next_batch) == [
-        ("copy 1", 0, 10), ("work 1", 10, 11), ("copy 1", 10, 20), ("work 1", 20, 21)
-    ]  # fmt: skip
+TIMELINES: dict[str, tuple[Any, list[tuple[str, float, float]]]] = {
+    "work beside a device follows the copy alone": (
+        _beside, [("copy 0", 0, 10), ("work 1", 10, 11), ("work 1", 0, 1), ("work 1", 11, 12)]
+    ),
+    "the next batch is copied while the device computes this one": (
+        _next_batch, [("copy 1", 0, 10), ("work 1", 10, 11), ("copy 1", 10, 20), ("work 1", 20, 21)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_copies_and_work_are_as_early_as_they_can_be(name: str) -> None:
+    steps, expected = TIMELINES[name]
+    found = late_device.run(timeline, steps)
+    assert found == expected
 
 
 def _there_and_back() -> tuple[list[bool], list[float], list[float]]:

@@ -8,12 +8,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from parity import CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, fit, make_module, run
+from regression import quiet_trainer
 from stage_modules import DEEP, SquareNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.strategies import ConfigError, ModelParallelStrategy
-from evener.strategies.pipeline._gradients import EarlyGradients
 
 SCHEDULES = ("1f1b", "gpipe")
 
@@ -75,13 +75,7 @@ def peaks(num_stages: int, num_microbatches: int, **options: Any) -> list[int]:
     """Saved bytes per stage, of 16 samples."""
     module = Keeping(num_stages)
     strategy = ModelParallelStrategy(num_microbatches=num_microbatches, **options)
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = pl.Trainer(accelerator="cpu", devices=num_stages, strategy=strategy, max_steps=3, **quiet)
+    trainer = quiet_trainer(strategy, num_stages, max_steps=3)
     trainer.fit(module.double(), torch.utils.data.DataLoader(torch.randn(48, 8).double(), batch_size=16))
     return [saved.peak for saved in module.saved]
 
@@ -100,65 +94,22 @@ def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_stages_follow
     assert everything == [num_microbatches * one] * num_stages
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("output_device", ["first", "last"])
-@pytest.mark.parametrize("case", [DEEP, Case(TokenNet, num=22), Case(SquareNet)], ids=["deep", "tokens", "tied"])
-@pytest.mark.parametrize("num", [2, 9])
-def test_training_equals_one_devices(case: Case, num: int, output_device: Any, schedule: Any) -> None:
-    strategy = ModelParallelStrategy(num_microbatches=num, schedule=schedule, output_device=output_device)
-    assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
+class Padding(Net):
+    """Micro-batches of padding only: all weights are zero, and shares are equal."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "loss_weight": 0}
 
 
-def gradients_of(weights: list[Any], scale: Tensor | None = None, factor: float = 1.0) -> tuple[float, float]:
-    """Loss and gradient of θ where micro-batch i has the loss (i + 1)·θ, at θ = 1; the last one keeps its graph."""
-    theta = nn.Parameter(torch.ones((), dtype=torch.float64))
-    early = EarlyGradients([theta], [1] * len(weights), "model_parallel", scale)
-    for i, weight in enumerate(weights):
-        early.take(i, {"loss": (i + 1) * theta, "loss_weight": weight})
-    for i in range(len(weights) - 1):
-        early.go_backward(i)
-    early.collect()
-    assert theta.grad is None
-    loss = early.attach(torch.tensor(7.0, dtype=torch.float64))
-    (loss * factor).backward()
-    assert theta.grad is not None
-    return loss.item(), theta.grad.item()
-
-
-@pytest.mark.parametrize("kind", [float, int, torch.tensor])
-def test_sums_are_divided_by_the_sum_of_weights(kind: Any) -> None:
-    # (1·2 + 2·6) / 8 = 1.75
-    assert gradients_of([kind(2), kind(6)]) == (7.0, pytest.approx(1.75, abs=1e-12))
-    assert gradients_of([kind(2), kind(0)])[1] == pytest.approx(1.0, abs=1e-12)
-    assert gradients_of([kind(0), kind(0)])[1] == pytest.approx(1.5, abs=1e-12)  # padding only: equal shares
-
-
-def test_the_scale_of_a_gradient_scaler_is_in_the_micro_batches_and_not_twice() -> None:
-    scale = torch.tensor(64.0)
-    assert gradients_of([2, 6], scale, factor=64.0)[1] == pytest.approx(112.0, abs=1e-9)
-
-
-def test_gradients_in_half_precision_do_not_vanish() -> None:
-    theta = nn.Parameter(torch.ones((), dtype=torch.float16))
-    early = EarlyGradients([theta], [1, 1], "model_parallel", torch.tensor(2.0**14))
-    for i in range(2):
-        early.take(i, (theta * 2.0**-12 * 2.0**-12).float())
-    early.go_backward(0)
-    early.collect()
-    (early.attach(torch.zeros(())) * 2.0**14).backward()
-    assert theta.grad == 2.0**-10  # 2^-24 is half of the smallest number that a half has room for
+class Twice(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
 
 
 def test_a_loss_goes_backward_once() -> None:
-    theta = nn.Parameter(torch.ones(()))
-    early = EarlyGradients([theta], [1, 1], "model_parallel", None)
-    early.take(0, theta * 2)
-    early.go_backward(0)
-    early.collect()
-    loss = early.attach(torch.zeros(()))
-    loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="can go backward once only"):
-        loss.backward()
+        fit(Case(), Twice().double(), ModelParallelStrategy(num_microbatches=2))
 
 
 class Clamped(Net):
@@ -167,23 +118,11 @@ class Clamped(Net):
     def __init__(self) -> None:
         super().__init__()
         self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        self.stepped = 0
         self.net[2].bias.register_post_accumulate_grad_hook(self.step)
 
     def step(self, bias: Tensor) -> None:
-        self.stepped += 1
         assert bias.grad is not None
         bias.grad.sign_()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_hooks_of_parameters_see_whole_gradients_once(schedule: Any) -> None:
-    case = Case(Clamped, num=8)
-    strategy = partial(ModelParallelStrategy, num_microbatches=3, schedule=schedule)
-    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
-    module = make_module(case)
-    fit(case, module, strategy(), max_epochs=1)
-    assert module.stepped == 2  # type: ignore[attr-defined]
 
 
 class OldGradients(Net):
@@ -205,11 +144,9 @@ class OldGradients(Net):
 class ReadsOld(OldGradients):
     """Reads the last step's gradient before it is cleared."""
 
-    norms: ClassVar[list[float]] = []
-
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.net[0].weight.grad is not None:
-            self.norms.append(self.net[0].weight.grad.norm().item())
+            self.losses.append(self.net[0].weight.grad.norm().item())
 
 
 @pytest.mark.parametrize(
@@ -227,16 +164,6 @@ def test_gradients_of_the_last_step_make_room_if_nobody_reads_them(
     module.found, module.old = [], None
     fit(case, make_module(case), ModelParallelStrategy(num_microbatches=4))
     assert module.found == expected
-
-
-def test_a_hook_that_reads_the_last_step_s_gradients_finds_them() -> None:
-    case, found = Case(ReadsOld), []
-    for strategy, devices in (("single_device", 1), (ModelParallelStrategy(num_microbatches=2), 2)):
-        ReadsOld.norms = []
-        fit(case, make_module(case), strategy, devices=devices)
-        found.append(ReadsOld.norms)
-    assert len(found[0]) > 2
-    assert found[1] == pytest.approx(found[0], abs=1e-10)
 
 
 class SparseNet(Net):
@@ -265,9 +192,32 @@ class SparseNet(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_sparse_gradients_equal_one_device() -> None:
-    case = Case(SparseNet)
-    assert_equal(run(case, ModelParallelStrategy(num_microbatches=2), devices=2), baseline(case), 1e-10)
+CASES = {
+    "deep": DEEP,
+    "tokens": Case(TokenNet, num=22),
+    "tied": Case(SquareNet),
+    "padding": Case(Padding, num=12, strategy={"verify": False}),
+    "hooks of whole gradients": Case(Clamped, num=8),
+    "reads the last step's": Case(ReadsOld),
+    "sparse": Case(SparseNet),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "num", "output_device"),
+    [(name, num, device) for name in ("deep", "tokens", "tied") for num in (2, 9) for device in ("first", "last")]
+    + [
+        ("padding", 2, "last"),
+        ("hooks of whole gradients", 3, "last"),
+        ("reads the last step's", 2, "last"),
+        ("sparse", 2, "last"),
+    ],
+)
+def test_training_equals_one_devices(name: str, num: int, output_device: Any, schedule: Any) -> None:
+    given: Any = {"schedule": schedule, "output_device": output_device, **CASES[name].strategy}
+    found = run(CASES[name], ModelParallelStrategy(num_microbatches=num, **given), devices=2)
+    assert_equal(found, baseline(CASES[name]), 1e-10)
 
 
 class ReadingNet(Net):

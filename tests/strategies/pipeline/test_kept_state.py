@@ -44,22 +44,6 @@ class HookedNet(Net):
         return loss
 
 
-class HookedInStep(HookedNet):
-    """Registers the hook in every step, and removes it."""
-
-    def register(self) -> None:
-        """Nothing yet."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        own: list[Tensor] = []
-        handle = self.net[0].register_forward_hook(lambda _, __, output: own.append(output))
-        loss = super().training_step(batch, batch_idx)
-        handle.remove()
-        for feature in own:
-            loss = loss + feature.square().mean()
-        return loss
-
-
 class Collector(nn.Module):
     """A layer that keeps a loss of its own on itself."""
 
@@ -232,9 +216,7 @@ SHARING = [TransformingNet, ForwardNet, CachingNet]
 SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
 
 
-@pytest.mark.parametrize(
-    "module", [HookedNet, HookedInStep, AppendingNet, CollectingNet, SwappingNet, *SETTING, *SHARING]
-)
+@pytest.mark.parametrize("module", [HookedNet, AppendingNet, CollectingNet, SwappingNet, *SETTING, *SHARING])
 def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
     case = Case(module)
     assert_equal(run(case, ModelParallelStrategy(num_microbatches=3), devices=2), baseline(case), 1e-10)

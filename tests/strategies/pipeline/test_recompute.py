@@ -2,13 +2,14 @@
 
 import copy
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-from parity import Case, Net, assert_equal, baseline, run
+from parity import Case, Net, assert_equal, run
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -74,24 +75,21 @@ BLOCKS = Case(BlockNet, num=23, batch_size=6, trainer={"accumulate_grad_batches"
 PLAIN = Case(PlainNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2})
 
 
-@pytest.mark.parametrize("option", ["always", "except_last", ["net.2"], ["net"]])
-def test_one_device_trains_bit_by_bit_as_without(option: Any) -> None:
-    expected, found = run(BLOCKS, SingleDeviceStrategy()), run(BLOCKS, SingleDeviceStrategy(recompute=option))
-    assert_equal(found, expected, 0.0)
-
-
-@pytest.mark.parametrize("num", [2, 3])
-def test_replicas_train_bit_by_bit_as_without(num: int) -> None:
-    expected = run(PLAIN, DataParallelStrategy(), devices=num)
-    assert_equal(run(PLAIN, DataParallelStrategy(recompute="always"), devices=num), expected, 0.0)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("option", ["always", "except_last"])
-def test_stages_train_bit_by_bit_as_without(num_microbatches: int, option: Any) -> None:
-    plain = ModelParallelStrategy(num_microbatches=num_microbatches)
-    found = ModelParallelStrategy(num_microbatches=num_microbatches, recompute=option)
-    assert_equal(run(PLAIN, found, devices=2), run(PLAIN, plain, devices=2), 0.0)
+@pytest.mark.parametrize(
+    ("case", "strategy", "devices", "options"),
+    [
+        (BLOCKS, SingleDeviceStrategy, 1, ("always", "except_last", ["net.2"], ["net"])),
+        *((PLAIN, DataParallelStrategy, num, ("always",)) for num in (2, 3)),
+        *(
+            (PLAIN, partial(ModelParallelStrategy, num_microbatches=num), 2, ("always", "except_last"))
+            for num in (1, 3)
+        ),
+    ],
+)
+def test_a_module_trains_bit_by_bit_as_without(case: Case, strategy: Any, devices: int, options: Any) -> None:
+    expected = run(case, strategy(), devices=devices)
+    for option in options:
+        assert_equal(run(case, strategy(recompute=option), devices=devices), expected, 0.0)
 
 
 def test_the_module_is_restored_after_the_run() -> None:
@@ -200,11 +198,6 @@ class Penalized(Net):
         return loss + gradient.square().sum()
 
 
-def test_a_gradient_penalty_is_exact() -> None:
-    case = Case(Penalized, num=11, batch_size=4)
-    assert_equal(run(case, SingleDeviceStrategy(recompute="always")), run(case, SingleDeviceStrategy()), 0.0)
-
-
 class Toggled(PlainNet):
     """Freezes what another optimizer trains after the forward pass, as `toggle_optimizer` does for each in turn."""
 
@@ -233,9 +226,9 @@ class Toggled(PlainNet):
         return [torch.optim.SGD(ups, lr=0.05), torch.optim.SGD(rest, lr=0.02)]
 
 
-@pytest.mark.parametrize("option", ["always", ["net"]])
-def test_parameters_that_are_frozen_after_the_forward_pass_are_recomputed_as_they_were(option: Any) -> None:
-    case = Case(Toggled, num=12, batch_size=6)
+@pytest.mark.parametrize(("module", "option"), [(Penalized, "always"), (Toggled, "always"), (Toggled, ["net"])])
+def test_graphs_of_gradients_and_parameters_frozen_after_the_forward_pass_are_exact(module: Any, option: Any) -> None:
+    case = Case(module, num=11, batch_size=4)
     assert_equal(run(case, SingleDeviceStrategy(recompute=option)), run(case, SingleDeviceStrategy()), 0.0)
 
 
@@ -297,17 +290,13 @@ def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
     ("option", "message"),
     [
         ("sometimes", "recompute=sometimes is not allowed. Give never, always, except_last or a list"),
-        (["net.nine"], r"BlockNet has no module 'net.nine'; the nearest are net"),
+        (["net.nine"], r"Net has no module 'net.nine'; the nearest are net"),
+        ("always", "finds nothing to recompute in Net"),
     ],
 )
-def test_unknown_options_are_refused(option: Any, message: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused(option: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(BLOCKS, SingleDeviceStrategy(recompute=option))
-
-
-def test_a_module_without_parts_to_recompute_is_refused() -> None:
-    with pytest.raises(ConfigError, match="finds nothing to recompute in Net"):
-        run(Case(Net), SingleDeviceStrategy(recompute="always"))
+        run(Case(Net), SingleDeviceStrategy(recompute=option))
 
 
 def test_a_compiled_module_is_refused() -> None:
@@ -342,13 +331,3 @@ class Bypassed(Net):
 def test_parts_that_are_not_called_are_named() -> None:
     with pytest.warns(UserWarning, match="recompute=always had no effect on second: the training step does not call"):
         run(Case(Bypassed), SingleDeviceStrategy(recompute="always"))
-
-
-def test_parity_holds_with_dropout_off() -> None:
-    class Still(PlainNet):
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.eval()
-
-    case = Case(Still, num=23, batch_size=6)
-    found = run(case, ModelParallelStrategy(num_microbatches=3, recompute="always"), devices=3)
-    assert_equal(found, baseline(case), 1e-10)

@@ -4,16 +4,12 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from stage_modules import DeepNet
 from torch import nn
 from torchmetrics import MeanMetric
 
-from evener.strategies import ModelParallelStrategy
 from evener.strategies.core.optimizer_states import state_to_parameters
-from evener.strategies.core.patching import replaced
-from evener.strategies.pipeline.layout import StageLayout
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
 
@@ -49,19 +45,6 @@ def test_outputs_meet_on_the_root_device_if_asked() -> None:
     assert (layout.meeting_device, module.device) == (META, META)
 
 
-def test_optimizer_state_is_restored_on_each_parameters_device() -> None:
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, device=META))]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW(parameters)
-    optimizer.step()
-    strategy = ModelParallelStrategy(devices=[CPU, META])
-    strategy.optimizers = [torch.optim.AdamW(parameters)]
-    strategy.load_optimizer_state_dict({"optimizer_states": [optimizer.state_dict()]})
-    state = strategy.optimizers[0].state
-    assert [state[p]["exp_avg"].device.type for p in parameters] == ["cpu", "meta"]
-
-
 def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
     parameter = nn.Parameter(torch.ones(3, device=META))
     optimizer = torch.optim.Adagrad([parameter])  # makes its state when it is made
@@ -69,31 +52,6 @@ def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
     state_to_parameters(optimizer)
     assert optimizer.state[parameter]["sum"].device == META
     assert optimizer.state[parameter]["step"].device == CPU
-
-
-def test_a_loss_that_ddp_gets_by_calling_the_module_stays_on_the_root_device() -> None:
-    module, _ = placed([CPU, META])
-    with replaced(module, "forward", lambda: {"loss": torch.zeros(()), "logits": torch.zeros(2)}):
-        output = module()
-    assert (output["loss"].device, output["logits"].device) == (CPU, META)
-    # inside `training_step` it is brought there
-    layout = StageLayout([CPU, META])
-    layout._module = module
-    with replaced(module, "training_step", lambda: {"loss": torch.ones((), device=CPU), "loss_weight": torch.ones(())}):
-        output = layout.step("training_step")
-    assert (output["loss"].device, output["loss_weight"].device) == (CPU, CPU)
-
-
-def test_a_placement_by_hand_is_brought_back_in_the_next_run() -> None:
-    module, other = (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
-    layout = Stages([CPU, CPU], StageOptions(partition="manual"))
-    layout._place_again(module)
-    assert layout._manual == dict.fromkeys(module.state_dict(), CPU)
-    layout._manual = dict.fromkeys(layout._manual, META)  # as if the user had put it there, and Lightning moved it away
-    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # what torch says of going to meta in place
-        layout._place_again(module)
-    layout._place_again(other)  # another module is left where it is
-    assert set(layout._manual.values()) == {CPU}
 
 
 def test_a_copy_of_a_placed_module_computes_what_the_module_does() -> None:

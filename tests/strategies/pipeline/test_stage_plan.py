@@ -40,12 +40,26 @@ class Wrapper(nn.Module):
         self.model.register_buffer("mask", torch.ones(3))
 
 
+LAYER = nn.TransformerEncoderLayer(4, 2, 8)
+
+
 def names(parts: list[Part]) -> list[str]:
     return [part.name for part in parts]
 
 
-def test_parts_are_blocks_and_not_what_is_inside_them() -> None:
-    assert names(find_parts(Small())) == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Small(), ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]),  # not what is inside the blocks
+        (nn.Sequential(LAYER, nn.Linear(4, 4)), ["0", "1"]),  # a torch layer with children is one part
+        (
+            nn.ModuleDict({"net": nn.TransformerEncoder(LAYER, 2, enable_nested_tensor=False)}),
+            ["net.layers.0", "net.layers.1"],
+        ),
+    ],
+)
+def test_parts_are_blocks(module: nn.Module, expected: list[str]) -> None:
+    assert names(find_parts(module)) == expected
 
 
 def test_a_lone_child_is_opened_and_its_own_tensors_are_a_part() -> None:
@@ -61,13 +75,6 @@ def test_parts_hold_every_tensor_once() -> None:
     assert len(held) == len({id(t) for t in held})
 
 
-def test_a_torch_layer_with_children_is_one_part() -> None:
-    layer = nn.TransformerEncoderLayer(4, 2, 8)
-    assert names(find_parts(nn.Sequential(layer, nn.Linear(4, 4)))) == ["0", "1"]
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    assert names(find_parts(nn.ModuleDict({"net": encoder}))) == ["net.layers.0", "net.layers.1"]
-
-
 def test_lazy_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Parameter 0\.weight has no shape yet"):
         find_parts(nn.Sequential(nn.LazyLinear(3)))
@@ -80,11 +87,17 @@ def test_part_bytes_by_hand() -> None:
     assert part_bytes(Part("x", (weight, buffer, frozen), loose=False), optimizer_copies=2) == 4 * 40 + 12 + 20
 
 
-def test_cut_by_hand() -> None:
-    assert balanced_cut([1, 1, 1, 1], [1] * 2) == [2, 2]
-    assert balanced_cut([5, 1, 1, 1, 1], [1] * 2) == [1, 4]
-    assert balanced_cut([1, 2, 3, 4, 5], [1] * 3) == [3, 1, 1]  # 6, 4, 5
-    assert balanced_cut([9, 1, 1], [1] * 3) == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("costs", "num", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([5, 1, 1, 1, 1], 2, [1, 4]),
+        ([1, 2, 3, 4, 5], 3, [3, 1, 1]),
+        ([9, 1, 1], 3, [1, 1, 1]),
+    ],
+)
+def test_cut_by_hand(costs: list[int], num: int, expected: list[int]) -> None:
+    assert balanced_cut(costs, [1] * num) == expected
 
 
 def test_auto_plan_by_hand() -> None:
@@ -118,46 +131,30 @@ def test_optimizer_copies_move_the_cut() -> None:
     assert list(auto_plan(module, 2, optimizer_copies=2).stage_of.values()) == [0, 0, 1]
 
 
-def test_named_plan_by_hand() -> None:
-    plan = named_plan(Small(), 3, ["blocks.1", "head"])
-    assert list(plan.stage_of.values()) == [0, 0, 1, 1, 1, 2]
+@pytest.mark.parametrize(
+    ("num", "partition", "expected"),
+    [
+        (3, ["blocks.1", "head"], {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1, "head": 2}),
+        # what must be is opened
+        (2, ["blocks.1.0"], {"embed": 0, "blocks.0": 0, "blocks.1.0": 1, "blocks.2": 1, "blocks.3": 1, "head": 1}),
+    ],
+)
+def test_named_plan_by_hand(num: int, partition: list[str], expected: dict[str, int]) -> None:
+    assert dict(named_plan(Small(), num, partition).stage_of) == expected
 
 
-def test_named_plan_opens_what_it_must() -> None:
-    plan = named_plan(Small(), 2, ["blocks.1.0"])
-    assert dict(plan.stage_of) == {
-        "embed": 0,
-        "blocks.0": 0,
-        "blocks.1.0": 1,
-        "blocks.2": 1,
-        "blocks.3": 1,
-        "head": 1,
-    }
-
-
-def test_unknown_name_lists_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"has no module 'blocks\.9'; the nearest are blocks\.3, blocks\.2"):
-        named_plan(Small(), 2, ["blocks.9"])
-
-
-def test_wrong_number_of_names_is_refused_with_both() -> None:
-    with pytest.raises(ConfigError, match=r"has 1 names for 3 stages\. Give 2"):
-        named_plan(Small(), 3, ["head"])
-
-
-def test_names_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"blocks\.1 is registered before the name listed before it"):
-        named_plan(Small(), 3, ["head", "blocks.1"])
-
-
-def test_an_empty_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves stage 0 without parameters"):
-        named_plan(Small(), 2, ["embed"])
-
-
-def test_more_stages_than_parts_are_refused_with_the_parts() -> None:
-    with pytest.raises(ConfigError, match="3 stages were requested, but Sequential has 2 parts to place: 0, 2"):
-        auto_plan(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 3)
+@pytest.mark.parametrize(
+    ("num", "partition", "message"),
+    [
+        (2, ["blocks.9"], r"has no module 'blocks\.9'; the nearest are blocks\.3, blocks\.2"),
+        (3, ["head"], r"has 1 names for 3 stages\. Give 2"),
+        (3, ["head", "blocks.1"], r"blocks\.1 is registered before the name listed before it"),
+        (2, ["embed"], "leaves stage 0 without parameters"),
+    ],
+)
+def test_names_that_cannot_be_cut_are_refused(num: int, partition: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        named_plan(Small(), num, partition)
 
 
 def test_manual_placement_that_is_not_finished_is_refused() -> None:

@@ -1,11 +1,12 @@
 """Every replica has hooks of its own: those of the root's that were registered between steps, and its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from parity import Case, Net, assert_equal, baseline, make_module, make_trainer, run
+from parity import Case, Net, assert_equal, baseline, fit, make_module, run
 from pytorch_lightning.callbacks import ModelPruning
 from torch import Tensor, nn
 
@@ -16,6 +17,16 @@ STRATEGIES = [
     lambda: DataParallelStrategy(threads=True),
     lambda: BalancedDataParallelStrategy(gpu0_chunk=0),
 ]
+
+
+def both(make: Callable[[], Case], strategy: Any, devices: int = 3) -> list[tuple[Any, pl.Trainer]]:
+    """A module and its trainer after a fit with a strategy, and on one device."""
+    fitted = []
+    for used, num in ((strategy, devices), (SingleDeviceStrategy(), 1)):
+        case = make()
+        module = make_module(case)
+        fitted.append((module, fit(case, module, used, devices=num)))
+    return fitted
 
 
 class Collecting(Net):
@@ -30,31 +41,6 @@ class Collecting(Net):
         for handle in handles:
             handle.remove()
         return out + 0.1 * sum(state.mean(1, keepdim=True) for state in states)
-
-
-class Lazy(Net):
-    """Registers its hook when it is first used, and keeps what the hook sees; the handle is never removed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(self, "handle"):
-            self.seen: list[Tensor] = []
-            seen = self.seen
-            self.handle = self.net[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
-        out = self.net(x) + len(self.seen)
-        feature = self.seen.pop()
-        assert not self.seen
-        return out + feature.mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "strategy"),
-    # a list that a hook fills is one list for all replicas, as is every list of a module: only threads would mix it up
-    [(Collecting, strategy) for strategy in STRATEGIES] + [(Lazy, STRATEGIES[0]), (Lazy, STRATEGIES[2])],
-)
-def test_hooks_registered_in_a_step_see_their_own_replica_only(module: type[Net], strategy: Any) -> None:
-    """A replica's hook dictionaries were the root's, so that every hook fired on every replica."""
-    case = Case(module, trainer={"num_sanity_val_steps": 0})  # in an evaluation the list would be one of results
-    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
 
 
 class Scaling(Net):
@@ -82,41 +68,6 @@ class RemovedInAStep(Scaling):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(
-    ("module", "strategy"), [(module, strategy) for module in (Scaling, RemovedInAStep) for strategy in STRATEGIES]
-)
-def test_hooks_of_the_root_are_those_of_the_replicas(module: type[Net], strategy: Any) -> None:
-    case = Case(module)
-    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
-
-
-def test_a_callbacks_hook_is_called_on_every_replica() -> None:
-    rows: list[int] = []
-
-    class Watching(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-            module.net[0].register_forward_pre_hook(lambda layer, inputs: rows.append(len(inputs[0])))
-
-    case = Case(num=4, trainer={"callbacks": [Watching()], "max_epochs": 1, "limit_val_batches": 0})
-    make_trainer(case, DataParallelStrategy(), devices=2).fit(make_module(case), case.loader(), case.loader())
-    assert rows[-2:] == [2, 2]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pruning_equals_one_device(strategy: Any) -> None:
-    """`gpu0_chunk=0` pruned other weights: torch's pruning sets the layer's weight in a hook, and the root ran none."""
-    found: list[Tensor] = []
-    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
-        module = make_module(Case())
-        layers = [(module.net[0], "weight"), (module.net[2], "weight")]
-        pruning = ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.3)
-        case = Case(trainer={"callbacks": [pruning], "max_epochs": 4})
-        make_trainer(case, used, devices=devices).fit(module, case.loader(), case.loader())
-        found.append(torch.cat([layer.weight.flatten() for layer, _ in layers]).detach())
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
-    assert 0 < int((found[0] == 0).sum()) < found[0].numel()
-
-
 class RemovedLater(Net):
     """Registers a hook in its first forward, and removes it between steps."""
 
@@ -133,12 +84,6 @@ class RemovedLater(Net):
             self.handle.remove()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:2])
-def test_a_hook_from_a_step_is_removed_from_all_replicas(strategy: Any) -> None:
-    """Each replica had registered its own, and only the root's was removed."""
-    assert_equal(run(Case(RemovedLater), strategy(), devices=3), baseline(Case(RemovedLater)), 1e-10)
-
-
 class Flagged(Net):
     """Notes that it has registered its hook, as transformers' models do."""
 
@@ -147,21 +92,6 @@ class Flagged(Net):
             self.net[0].register_forward_hook(lambda layer, inputs, output: output * 1.5)
             self.has_hook = True
         return self.net(x)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_hook_that_is_noted_in_a_step_is_registered_once(strategy: Any) -> None:
-    found: list[Tensor] = []
-    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
-        case = Case(Flagged)
-        module = make_module(case)
-        trainer = make_trainer(case, used, devices=devices)
-        trainer.fit(module, case.loader(), case.loader())
-        found.append(torch.cat(trainer.predict(module, case.loader())))  # type: ignore[arg-type]
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-10)
 
 
 class Once(Net):
@@ -178,9 +108,6 @@ class Once(Net):
     def scale(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert layer is self.net[0]
         return output * 1.5
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
@@ -255,29 +182,6 @@ class RemovedByTheStep(Once):
         self.handles = {"weight": self.net[0].weight.register_hook(lambda gradient: gradient * 3)}
 
 
-@pytest.mark.parametrize(
-    ("module_type", "strategy"),
-    [
-        (module_type, strategy)
-        for module_type in (Once, OnceInAList, OnceOnAParameter, OnceAccumulated, InEachStep, RemovedByTheStep)
-        for strategy in STRATEGIES[:2]
-    ]
-    + [(NotedOnAParameter, STRATEGIES[0])],
-)
-@pytest.mark.parametrize("devices", [2, 3])
-def test_hooks_that_a_step_registers_are_the_modules_own(module_type: type[Net], strategy: Any, devices: int) -> None:
-    """A parameter's hook saw a replica's gradient twice."""
-    case = Case(module_type, trainer={"num_sanity_val_steps": 0})
-    found: list[Tensor] = []
-    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
-        module = make_module(case)
-        trainer = make_trainer(case, used, devices=num)
-        trainer.fit(module, case.loader(), case.loader())
-        found.append(torch.cat([*module.gradients, *(p.detach().flatten() for p in module.parameters())]))
-        found.append(torch.cat([module(torch.ones(2, 4).double()).detach(), *trainer.predict(module, case.loader())]))  # type: ignore[misc]
-    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=1e-10)
-
-
 class KeepsItsHandle(Net):
     """Registers a hook in a step where it has none, and removes it between steps if it has one."""
 
@@ -330,32 +234,70 @@ class SharesHandles(KeepsItsHandle):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize(
-    ("module_type", "strategy"), [(SharesHandles, STRATEGIES[0]), (OnceOnAParameter, STRATEGIES[2])]
-)
-def test_a_hook_that_one_replica_would_register_for_all_gets_whole_batches(
-    module_type: type[Net], strategy: Any
-) -> None:
-    """The list that says so is shared by all replicas; or the root has no samples, and would not register it."""
-    case = Case(module_type)
-    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
+OWN = (Once, OnceInAList, OnceOnAParameter, OnceAccumulated, InEachStep, RemovedByTheStep)
+TRAINED: dict[type[Net], list[int]] = {
+    # A replica's hook dictionaries were the root's, so that every hook fired on every replica.
+    Collecting: [0, 1, 2],
+    Scaling: [0, 1, 2],
+    RemovedInAStep: [0, 1, 2],
+    RemovedLater: [0, 1],  # each replica had registered its own, and only the root's was removed
+    Flagged: [0, 1, 2],
+    **{module: [0, 1] for module in OWN},  # a parameter's hook saw a replica's gradient twice
+    # The list that says so is shared by all replicas; or the root has no samples, and would not register it.
+    NotedOnAParameter: [0],
+    SharesHandles: [0],
+    OnceOnAParameter: [0, 1, 2],
+}
+"""Modules, with the numbers of their strategies."""
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(("module", "number"), [(module, number) for module in TRAINED for number in TRAINED[module]])
+def test_hooks_do_what_they_do_on_one_device(module: type[Net], number: int, devices: int) -> None:
+    case = Case(module, trainer={"num_sanity_val_steps": 0})  # in an evaluation a list would be one of results
+    assert_equal(run(case, STRATEGIES[number](), devices=devices), baseline(case), 1e-10)
+
+
+def test_a_callbacks_hook_is_called_on_every_replica() -> None:
+    rows: list[int] = []
+
+    class Watching(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+            module.net[0].register_forward_pre_hook(lambda layer, inputs: rows.append(len(inputs[0])))
+
+    case = Case(num=4, trainer={"callbacks": [Watching()], "max_epochs": 1, "limit_val_batches": 0})
+    fit(case, make_module(case), DataParallelStrategy(), devices=2)
+    assert rows[-2:] == [2, 2]
+
+
+def pruned() -> Case:
+    made = make_module(Case())
+    layers: Any = [(made.net[0], "weight"), (made.net[2], "weight")]
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=layers, amount=0.3)
+    return Case(lambda: made, trainer={"callbacks": [pruning], "max_epochs": 4})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_pruning_equals_one_device(strategy: Any) -> None:
+    """`gpu0_chunk=0` pruned other weights: torch's pruning sets the layer's weight in a hook, and the root ran none."""
+    found, expected = (
+        torch.cat([module.net[i].weight.flatten() for i in (0, 2)]).detach() for module, _ in both(pruned, strategy())
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert 0 < int((found == 0).sum()) < found.numel()
 
 
 def test_hooks_that_a_step_leaves_are_refused_where_batches_must_be_cut() -> None:
     case = Case(Once, trainer={"num_sanity_val_steps": 0})
-    trainer = make_trainer(case, DataParallelStrategy(global_view=False), devices=2)
     with pytest.raises(ConfigError, match=r"training_step registers or removes hooks.*Register them in __init__"):
-        trainer.fit(make_module(case), case.loader(), case.loader())
+        fit(case, make_module(case), DataParallelStrategy(global_view=False))
 
 
 @pytest.mark.parametrize("module_type", [KeepsItsHandle, KeepsHandles])
 @pytest.mark.parametrize("strategy", STRATEGIES[:2])
 def test_the_root_removes_a_hook_by_the_handle_that_a_replica_kept(module_type: type[Net], strategy: Any) -> None:
     found: list[Tensor] = []
-    for used, devices in ((strategy(), 3), (SingleDeviceStrategy(), 1)):
-        case = Case(module_type)
-        module = make_module(case)
-        make_trainer(case, used, devices=devices).fit(module, case.loader(), case.loader())
+    for module, _ in both(lambda: Case(module_type), strategy()):
         assert len(module.net[0]._forward_hooks) == len(module.net[0]._forward_hooks_with_kwargs) == 1
         found.append(module(torch.ones(2, 4).double()).detach())
         module.handle.remove()

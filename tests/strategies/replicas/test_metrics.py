@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics as tm
-from parity import CLASSES, Case, Net, make_trainer
+from parity import CLASSES, Case, Net, fit, make_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics.image import StructuralSimilarityIndexMeasure
 from torchmetrics.wrappers import (
     BootStrapper,
@@ -53,6 +52,24 @@ class Median(tm.Metric):
 
     def compute(self) -> Tensor:
         return self.middle
+
+
+class Keeps(tm.Metric):
+    """Sets an attribute beside its state."""
+
+    full_state_update = False
+
+    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.add_state("total", torch.zeros(()).double(), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor) -> None:
+        self.kept = self.keep(x.detach())
+        self.total += x.detach().sum()
+
+    def compute(self) -> Tensor:
+        return self.total * self.kept
 
 
 def precision() -> Any:
@@ -139,6 +156,8 @@ FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]
     },
     "sums": (tm.CatMetric, lambda out, y, loss: (out.sum(0),)),
     "a number of parts": (tm.CatMetric, lambda out, y, loss: (out[:, 0].median(),)),
+    "keeps a constant": (lambda: Keeps(lambda x: x.shape[1]), lambda out, y, loss: (out,)),
+    "keeps a value of samples": (lambda: Keeps(lambda x: x.mean()), lambda out, y, loss: (out,)),
     # R2Score has no value of one sample; a metric with buffers was copied with its stage's hooks; a part without a
     # group counted the next group for it
     "r2": (tm.R2Score, lambda out, y, loss: (out[:, 0], y.to(out.dtype))),
@@ -207,6 +226,17 @@ def test_metrics_of_metrics_equal_one_device(name: str, by_forward: bool, strate
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, check_dtype=False, equal_nan=True)
 
 
+def both(make: Callable[[], Any], strategy: Any, devices: int, num: int = 10, **options: Any) -> list[Any]:
+    """The module after a fit with a strategy, and after one on one device."""
+    found = []
+    for used, count in ((strategy, devices), (SingleDeviceStrategy(), 1)):
+        torch.manual_seed(3)
+        case, module = Case(num=num), make().double()
+        fit(case, module, used, count, **options)
+        found.append(module)
+    return found
+
+
 class Parts(Net):
     """Feeds the parts of a composition, which are registered by themselves."""
 
@@ -234,83 +264,30 @@ class Whole(Parts):
         self.log("f_whole", self.f, on_step=True, on_epoch=True)
 
 
-class Tracked(Net):
-    """Counts each epoch with a metric of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker = MetricTracker(accuracy())
-
-    def on_validation_epoch_start(self) -> None:
-        self.tracker.increment()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.tracker.update(self(batch[0]), batch[1])
-
-    def on_validation_epoch_end(self) -> None:
-        for i, value in enumerate(self.tracker.compute_all()):
-            self.log(f"accuracy_{i}", value)
-
-
 class Value(Net):
-    """Logs the value that a metric returns."""
+    """Logs the value that a metric returns, a sum and a maximum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.f1 = tm.F1Score("multiclass", num_classes=CLASSES, average="macro")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("f1", self.f1(self(batch[0]), batch[1]), on_step=True, on_epoch=True)
+        out, y = self(batch[0]), batch[1]
+        self.log("f1", self.f1(out, y), on_step=True, on_epoch=True)
+        self.log("sum", y.sum().float(), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("max", out.max(), reduce_fx=torch.max, on_step=True, on_epoch=True)
 
 
 @pytest.mark.parametrize(("strategy", "devices"), CUTTING)
-@pytest.mark.parametrize("module", [Parts, Whole, Tracked, Value])
+@pytest.mark.parametrize("module", [Parts, Whole, Value])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_logged_of_metrics_equals_one_device(module: type[Net], strategy: Any, devices: int) -> None:
     """A composition that was merely registered had its parts counted twice: 0.625 instead of 0.436."""
-    logged: list[dict[str, float]] = []
-    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        net = module().double()
-        case = Case(num=11)
-        trainer = make_trainer(case, used, devices=num)
-        trainer.fit(net, case.loader(), case.loader())
-        logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+    logged = [
+        {key: float(value) for key, value in one.trainer.callback_metrics.items()}
+        for one in both(module, strategy(), devices, 11)
+    ]
     assert logged[0] == pytest.approx(logged[1], abs=1e-6)
-
-
-class Keeps(tm.Metric):
-    """Sets an attribute beside its state."""
-
-    full_state_update = False
-
-    def __init__(self, keep: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.keep = keep
-        self.add_state("total", torch.zeros(()).double(), dist_reduce_fx="sum")
-
-    def update(self, x: Tensor) -> None:
-        self.kept = self.keep(x)
-        self.total += x.sum()
-
-    def compute(self) -> Tensor:
-        return self.total * self.kept
-
-
-@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
-@pytest.mark.parametrize("keep", [lambda x: x.shape[1], lambda x: x.mean()], ids=["constant", "of samples"])
-def test_what_a_metric_sets_beside_its_states_is_one_devices(keep: Any, strategy: Any, devices: int) -> None:
-    class Kept(Refused):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.metric.update(batch[0])
-            return self.loss(batch)
-
-    case, values = Case(), []
-    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
-        module = Kept(None, Keeps(keep)).double()  # pyright: ignore[reportArgumentType]
-        make_trainer(case, used, devices=num, limit_val_batches=0).fit(module, case.loader(), case.loader())
-        values.append(float(module.metric.compute()))
-    assert values[0] == pytest.approx(values[1], abs=1e-10)
 
 
 class Refused(Net):
@@ -338,13 +315,8 @@ class Refused(Net):
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_does_not_follow_from_parts_is_counted_on_whole_batches(make: Any, step: Any) -> None:
-    values, case = [], Case(num=9)
-    for strategy, devices in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        module = Refused(step, make()).double()
-        trainer = make_trainer(case, strategy, devices=devices, limit_val_batches=0)
-        trainer.fit(module, DataLoader(case.loader().dataset, 4), case.loader())
-        values.append(module.metric.compute())
+    found = both(lambda: Refused(step, make()), DataParallelStrategy(), 3, 9, limit_val_batches=0)
+    values = [module.metric.compute() for module in found]
     torch.testing.assert_close(*values, rtol=0, atol=1e-6, equal_nan=True)
 
 
@@ -397,12 +369,7 @@ def test_what_metrics_return_in_parts_is_the_batchs(
     strategy: Any, devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """AUROC took the logits of a part of one sample for probabilities, in silence."""
-    found: list[Any] = []
-    for used, num in ((strategy(), devices), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        case, module = Case(num=11), Forwards().double()
-        make_trainer(case, used, devices=num).fit(module, case.loader(), case.loader())
-        found.append(module.values)
+    found = [module.values for module in both(Forwards, strategy(), devices, 11)]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
     assert "whole batches" not in caplog.text
 
@@ -424,17 +391,11 @@ class Computes(Net):
 def test_a_step_that_computes_with_a_metrics_value_gets_whole_batches(
     use: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found: list[float] = []
-    for used, num in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
-        torch.manual_seed(3)
-        module = Computes(use).double()
-        trainer = make_trainer(Case(num=10), used, devices=num)
-        found.append(trainer.validate(module, Case(num=10).loader(), verbose=False)[0]["used"])
+    modules = both(lambda: Computes(use), DataParallelStrategy(), 3)
+    found = [float(module.trainer.callback_metrics["used"]) for module in modules]
     assert found[0] == pytest.approx(found[1], abs=1e-6)
-    told = (
-        "dp: MulticlassAccuracy has a value of the whole batch only, which the step uses. So validation_step gets whole"
-    )
-    assert told in caplog.text
+    told = "MulticlassAccuracy has a value of the whole batch only, which the step uses. So validation_step gets whole"
+    assert f"dp: {told}" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from parity import Case, Net, TokenNet, assert_equal, baseline, run
+from parity import Case, Net, TiedNet, TokenNet, assert_equal, baseline, run
 from torch import Tensor
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
@@ -69,7 +70,51 @@ class Teacher(Net):
             slow.data.mul_(0.9).add_(own.data, alpha=0.1)
 
 
+class Frozen(TiedNet):
+    """With a frozen layer, which is written to in one of the ways after the fourth step."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = write
+
+    def on_train_start(self) -> None:
+        self.view = self.frozen.weight.data
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 4:
+            self.halve()
+
+    @torch.no_grad()
+    def halve(self) -> None:
+        if self.write == "data is set":
+            self.frozen.weight.data = self.frozen.weight.data * 0.5
+        elif self.write:
+            {"data": self.frozen.weight.data, "torch": self.frozen.weight, "view": self.view}[self.write].mul_(0.5)
+
+
+class Average(pl.Callback):
+    """Moves weights after each batch, and exchanges them for an evaluation."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(0.9)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.mul_(2)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data.div_(2)
+
+
 CASES = {
+    **{
+        f"frozen {write}": Case(partial(Frozen, write), num=40, trainer={"max_epochs": 1})
+        for write in ("", "torch", "data", "data is set", "view")
+    },
+    "average": Case(trainer={"callbacks": [Average()]}),
     "climbs": Case(net_with(Sharp)),
     "climbs_accumulated": Case(net_with(Sharp), num=22, trainer={"accumulate_grad_batches": 2}),
     "ahead": Case(net_with(Ahead)),
