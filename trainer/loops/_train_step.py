@@ -23,6 +23,7 @@ from pytorch_lightning.loops.fetchers import _DataFetcher
 from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.utilities.enums import GradClipAlgorithmType
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -261,11 +262,16 @@ class TrainStep:
     def _before_update(self) -> None:
         """Call the hooks between backward and the optimizer's update, and clip."""
         plan, optimizer = self.plan, self.optimizer.optimizer
-        value, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        value = self.trainer.gradient_clip_val
+        algorithm = self.trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
         if "on_before_optimizer_step" in plan.work:
             plan.call("on_before_optimizer_step", optimizer)
-        if value or self.clips_itself:
-            plan.precision._clip_gradients(plan.module, optimizer, value, gradient_clip_algorithm=algorithm)
+        if type(value) in (int, float) and isinstance(algorithm, GradClipAlgorithmType) and not self.clips_itself:
+            plan.precision.clip_gradients(optimizer, value, algorithm)
+        elif value or self.clips_itself:  # Lightning's own method, for its checks of value and algorithm
+            plan.precision._clip_gradients(
+                plan.module, optimizer, value, gradient_clip_algorithm=self.trainer.gradient_clip_algorithm
+            )
 
 
 def _is_known(plan: HookPlan) -> bool:

@@ -60,6 +60,9 @@ class LeanLog(ModuleLog):
             has_entered = connector._current_fx == fx or connector._first_loop_iter is False
             if series is not None and series.options == options and has_entered:
                 connector._current_fx = fx
+                if not series.is_tensor and value is series.value and not series.on_step:  # a metric: it has its values
+                    series.computed, series.has_reset = None, False
+                    return
                 if results.store(series, value, batch_size):
                     return
         self._log_first(fx, name, value, options, batch_size)
