@@ -47,7 +47,7 @@ class FSDPStrategy(RankStrategy):
         cpu_offload: keep shards, and so the optimizer's state, in host memory.
         replicas: number of groups of ranks that hold the whole module each; gradients are averaged over them.
         find_unused_parameters: allow parameters that take no part in the loss, which costs one small all-reduce per
-            step.
+            step; None: if the look at a few samples shows any.
         weights: share of each rank of a global batch, in any unit; None divides evenly.
         batch_size_is: as in `DDPStrategy`.
         batch_dims: as in `DDPStrategy`.
@@ -74,7 +74,7 @@ class FSDPStrategy(RankStrategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         replicas: Count = 1,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
         weights: GivenWeights | None = None,
         batch_size_is: BatchSizeIs = "per_device",
         batch_dims: BatchDims | None = None,
@@ -102,7 +102,7 @@ class FSDPStrategy(RankStrategy):
         self._allow_view(global_view, partial(self._whole_batches, find_unused_parameters), others)
         self.balance = RankBalance(self.strategy_name, weights)
 
-    def _whole_batches(self, find_unused_parameters: bool, by_rows: bool) -> GradientSync:
+    def _whole_batches(self, find_unused_parameters: bool | None, by_rows: bool) -> GradientSync:
         from .ranks.global_view.view import WholeBatchOfShards  # most runs need none
 
         return WholeBatchOfShards(self, by_rows, self.shards, find_unused_parameters)

@@ -1,6 +1,6 @@
 """The exception raised for user errors, the check of names of submodules, and tables of plain text."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,12 @@ class PartsDiffer(ConfigError):
     Attributes:
         plans: what losses divide by, as far as that was found.
         in_chunks: whether parts of ranks are right, and only parts of these are not.
+        outside: the submodules of which a step uses parameters outside of their forward, as far as that was found.
     """
 
     plans: Any = None
     in_chunks: bool = False
+    outside: Collection[str] = ()
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -39,12 +40,16 @@ _BUFFER_BYTES = 2**28
 
 
 class ShardSync(GradientSync):
-    """Cuts parameters, gradients and optimizer state over the ranks; with `find_unused` a loss may leave some out."""
+    """Cuts parameters, gradients and optimizer state over the ranks.
+
+    Args:
+        find_unused: whether a loss may leave parameters out; None if that is to be found.
+    """
 
     evaluates_together = changes_evaluation = True  # each rank's forward needs the shards of all
     changes_update = True
 
-    def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool) -> None:
+    def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool | None) -> None:
         super().__init__(strategy)
         self._options, self._finds_unused = options, find_unused
         self._deferred: DeferredTensors | None = None
@@ -110,7 +115,7 @@ class ShardSync(GradientSync):
         if found is not None:
             found.verify_same(options)
             return found
-        parts = part_names(module, options.shard, self._strategy.contract.uneven)
+        parts = self._parts(module, options.shard)
         waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
         broadcast_weights(module, device)
         num, replicas = self._strategy.num_together, options.replicas
@@ -126,6 +131,23 @@ class ShardSync(GradientSync):
             self._fill(shards, waiting, device)
         shards.prime()
         return shards
+
+    def _parts(self, module: nn.Module, shard: Shard) -> list[str]:
+        """The parts that are gathered one by one; `auto` leaves out what steps need otherwise."""
+        contract = self._strategy.contract
+        parts = part_names(module, shard, contract.uneven)
+        left = [name for name in parts if shard == "auto" and name in contract.outside]
+        if left:
+            rank_zero_info(
+                f"fsdp: {', '.join(left[:3])}{', ...' if left[3:] else ''} are gathered for the whole step, which uses "
+                "their parameters outside of their forward, or goes backward itself."
+            )
+        return [name for name in parts if name not in left]
+
+    @override
+    def expect_unused(self) -> None:
+        if self._finds_unused is None:
+            self._finds_unused = True
 
     def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor], device: torch.device) -> None:
         """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""

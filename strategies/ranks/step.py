@@ -1,7 +1,7 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import fsum
@@ -58,6 +58,7 @@ class RankStep(StepContract):
         shares: this rank's share of the current batch.
         metrics: computes the values of metrics over all ranks in a run.
         uneven: the submodules that ranks may call otherwise than each other, as far as is known.
+        outside: those of which a step uses parameters outside of their forward, as far as is known.
         evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
         whole: the steps whose batches the first rank computes.
         looked_at: the loop of an evaluation that has begun, whose batches show what a step makes of parts.
@@ -76,6 +77,7 @@ class RankStep(StepContract):
         self.looked_at: Any = None
         self._num_evaluated: Counter[int] = Counter()
         self.evaluated, self.uneven = (0, 0), set[str]()
+        self.outside: Collection[str] = ()
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -259,7 +261,7 @@ class RankStep(StepContract):
         views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
         found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
-        self.uneven = found.uneven
+        self.uneven, self.outside = found.uneven, found.outside
         if found.failed and again:
             self._is_verified = False
             return

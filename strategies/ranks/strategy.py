@@ -389,6 +389,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             if exc.in_chunks:
                 self.whole_steps.take("training_step", exc)
             else:
+                self.contract.outside = exc.outside
                 self._take_whole(self.whole_sync())
                 tell_whole(self.strategy_name, exc, self.sync.computes_whole)
             self._begin_loaders()

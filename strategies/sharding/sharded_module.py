@@ -56,6 +56,12 @@ class _Root(nn.Module):
         return step()
 
 
+def _unless_gathered(follow: Callable[..., None], module: nn.Module, *args: Any) -> None:
+    """Have torch follow what was loaded into shards; what is gathered gives its shards what was written to it."""
+    if not any(isinstance(parameter, Gathered) for parameter in module.parameters(recurse=False)):
+        follow(module, *args)
+
+
 class ShardedModule:
     """Cuts the parameters of a module in place.
 
@@ -109,6 +115,8 @@ class ShardedModule:
             for key, before in self._before.items():
                 if key.startswith(f"{name}." if name else "") and before.dim() and not before.is_meta:
                     before.data = before.data.new_empty(0)  # the shards are copies
+        for loads in (part._load_state_dict_post_hooks for part in module.modules()):
+            loads.update({n: partial(_unless_gathered, own) for n, own in loads.items() if n >= self._hooks.start})
         self._root = cast(Any, root)
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
             parameter._backward_hooks = backward

@@ -73,7 +73,7 @@ class DCGAN(Adversarial):
         self.log("val_real", self.discriminator(batch[0]).mean())
 
 
-@case(points, "exception", remedies={"fsdp": {"shard": []}})
+@case(points, "exception")
 class WGANGP(Adversarial):
     """Several critic steps, each with a gradient penalty at random points; one of the generator."""
 
@@ -303,7 +303,7 @@ class VQGAN(Adversarial):
         self.log("val_rec", (batch[0] - self.reconstruct(batch[0])).abs().mean())
 
 
-@remedy(fsdp={"shard": []})
+@remedy()
 class VQGANOverBatch(VQGAN):
     def generator_loss(self, hidden, x):
         return evener.over_batch(super().generator_loss)(hidden, x)

@@ -117,8 +117,7 @@ def molecules(n, s):
     return Rows(normal(n, 5, 3, seed=s), mask, normal(n, seed=s + 1))
 
 
-@case(both(lambda n, s: Rows(normal(n, 4, 3, seed=s), normal(n, seed=s + 1), normal(n, 4, 3, seed=s + 2))),
-      remedies={"fsdp": {"shard": []}})  # fmt: skip
+@case(both(lambda n, s: Rows(normal(n, 4, 3, seed=s), normal(n, seed=s + 1), normal(n, 4, 3, seed=s + 2))))
 class ForceField(Net):
     """Forces are the energy's gradient by the positions, which training differentiates again."""
 

@@ -60,7 +60,7 @@ class Replay(IterableDataset):
 
 @case(
     lambda: (DataLoader(Replay(21, 0), batch_size=8), DataLoader(Replay(13, 3), batch_size=8)),
-    remedies={**WHOLE, "fsdp": {"find_unused_parameters": True}},
+    remedies=WHOLE,
     max_epochs=2,
 )
 class DQN(LightningModule):

@@ -78,7 +78,7 @@ class UncertaintyWeighting(Lit):
 ratings = both(lambda n, s: Rows(ints(9, n, seed=s), ints(7, n, seed=s + 1), 5 * uniform(n, seed=s + 2)))
 
 
-@case(ratings, remedies={"fsdp": {"shard": []}})
+@case(ratings)
 class MatrixFactorization(Lit):
     """Ratings with biases, and a penalty on all weights."""
 
@@ -215,7 +215,7 @@ class SparseAutoencoderOverBatch(SparseAutoencoder):
         return evener.over_batch(super().sparsity)(h)
 
 
-@case(regression(), remedies={"fsdp": {"shard": []}})
+@case(regression())
 class ElasticNet(Lit):
     """A linear regression with L1 and L2 on its weights, trained by a sum over samples divided by their number."""
 

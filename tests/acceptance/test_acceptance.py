@@ -133,7 +133,7 @@ def test_a_reference_that_shows_nothing_is_unsound(what: str) -> None:
 
 LEAST = {
     "dp": (98, 99), "dp_3": (97, 97), "balanced_dp": (97, 97), "ddp": (97, 98), "ddp_global_view": (100, 100),
-    "ddp_global_view_3": (100, 100), "balanced_ddp": (97, 98), "model_parallel": (97, 97), "fsdp": (90, 97),
+    "ddp_global_view_3": (100, 100), "balanced_ddp": (97, 98), "model_parallel": (97, 97), "fsdp": (96, 98),
     "ddp_model_parallel": (92, 95),
 }  # fmt: skip
 """Percentages of the corpus that are equal, or documented exceptions, at least: untouched, and with the remedies."""

@@ -428,7 +428,7 @@ class LazyBeforeStep(LazyInStep):
             self.offset = self.all_gather(batch[0]).reshape(-1, 6).mean(0)
 
 
-@case(regression(), remedies={"fsdp": {"shard": []}})
+@case(regression())
 class InputGradientPenalty(Net):
     """A gradient penalty in automatic optimization: double backward."""
 

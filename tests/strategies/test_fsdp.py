@@ -107,21 +107,22 @@ class Wasserstein(Kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "numbers", "options", "told"),
+    ("kind", "parts", "numbers", "options", "told"),
     [
-        (Penalised, (6, 3), {}, r"has released, because training_step .* Set strategy\.shard=\[\]"),
-        (Adapts, (8, 4), {"verify": False}, r"set strategy\.shard=\[\]"),
-        (Wasserstein, (12, 4), {}, r"torch\.autograd\.grad in it, set strategy\.shard=\[\]"),
+        (Penalised, ["net.0", "net.2"], (6, 3), {}, r"has released, because training_step .* Set strategy\.shard=\[\]"),
+        (Adapts, ["net.0"], (8, 4), {"verify": False}, r"set strategy\.shard=\[\]"),
+        (Wasserstein, ["critic.0", "critic.2"], (12, 4), {}, r"torch\.autograd\.grad in it, set strategy\.shard=\[\]"),
     ],
 )
 def test_gradients_within_a_step_are_told_what_to_set_and_it_helps(
-    kind: type[Kind], numbers: Any, options: Any, told: str
+    kind: type[Kind], parts: list[str], numbers: Any, options: Any, told: str
 ) -> None:
     with pytest.raises(RankError, match=told):
-        run_ranks(partial(_fit, **options), 2, kind, "auto", *numbers)
-    trained = run_ranks(partial(_fit, **options), 2, kind, [], *numbers)
-    if not options:  # unverified ranks adapt to their own samples
-        torch.testing.assert_close(trained, [_fit(kind, None, *numbers)] * 2, rtol=0, atol=1e-10)
+        run_ranks(partial(_fit, **options), 2, kind, parts, *numbers)
+    for shard in ("auto", []):
+        trained = run_ranks(partial(_fit, **options), 2, kind, shard, *numbers)
+        if not options:  # unverified ranks adapt to their own samples
+            torch.testing.assert_close(trained, [_fit(kind, None, *numbers)] * 2, rtol=0, atol=1e-10)
 
 
 class Complex(Kind):

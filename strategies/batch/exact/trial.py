@@ -11,12 +11,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from ...core.errors import PartsDiffer
 from ...core.executor import Piece
+from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
 from ...core.module_state import kept_metrics
 from ...core.patching import Replacement, hooks_of
@@ -53,7 +55,8 @@ class Ran(Seen):
         given: of the first part, what metrics were given of all.
         output: what it returned.
         appended: what it has appended to lists of the module.
-        calls: names of the submodules that it has called, in order.
+        calls: names of the submodules that it has called, in order; these are `open` in whose forward it is.
+        outside: submodules of which it has used parameters outside of their forward.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -64,6 +67,8 @@ class Ran(Seen):
     output: Any = None
     appended: Appended = field(default_factory=Appended)
     calls: list[str] = field(default_factory=list[str])
+    open: list[str] = field(default_factory=list[str])
+    outside: set[str] = field(default_factory=set[str])
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Trial:
         together: whether all ranks run it, whose steps are exchanges.
         evaluates: whether all of the module is in evaluation mode; else only layers that may draw random numbers are.
         in_turn: whether chunks run one after the other in training, each in the module as the one before has left it.
+        sees_calls: whether the calls of submodules are noted, and where their parameters are used.
         rest: arguments of the step after the batch.
         of_ranks: whether parts are those of ranks; else chunks.
     """
@@ -88,6 +94,7 @@ class Trial:
     together: bool
     evaluates: bool
     in_turn: bool = False
+    sees_calls: bool = False
     rest: Sequence[Any] = ()
     of_ranks: bool = False
 
@@ -111,8 +118,12 @@ class Trial:
 
         names = {part: name for name, part in module.named_modules()}
 
-        def call(part: nn.Module, _: Any) -> None:
+        def enter(part: nn.Module, _: Any) -> None:
             here().calls.append(names.get(part, ""))
+            here().open.append(names.get(part, ""))
+
+        def leave(*_: Any) -> None:
+            here().open.pop()
 
         def backward(loss: Tensor) -> None:
             here().losses.append(loss)
@@ -126,7 +137,8 @@ class Trial:
         def run(batch: Batch) -> None:
             lists = PartLists([vars(part) for part in lightning_modules(module)])
             lists.begin()
-            with nullcontext() if self.together else _OneRank(), here().tape:
+            uses = _Uses(module, here()) if self.sees_calls else nullcontext()
+            with nullcontext() if self.together else _OneRank(), uses, here().tape:
                 output: Any = getattr(module, self.step)(batch, *self.rest)
                 output = ended(module, output) if self.step == "training_step" else output
             if not self.of_ranks and hooks != _hooks(module):
@@ -152,7 +164,9 @@ class Trial:
             for part in module.modules():
                 part.training = part.training and not (self.evaluates or _draws(part))
             stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
-            stack.callback(register_module_forward_pre_hook(call).remove)
+            if self.sees_calls:
+                stack.callback(register_module_forward_pre_hook(enter).remove)
+                stack.callback(register_module_forward_hook(leave, always_call=True).remove)
             hooks = _hooks(module)
             if not self.together:
                 stack.enter_context(simulating(SimulatedRanks(len(parts) if self.of_ranks else 1)))
@@ -204,6 +218,34 @@ class _OneRank(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise Cannot("training_step communicates with other ranks")
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Uses(TorchDispatchMode):
+    """Notes the submodules whose parameters a step uses outside of their forward, as all may be in its own backward."""
+
+    def __init__(self, module: nn.Module, ran: Ran) -> None:
+        super().__init__()
+        self._ran, self._names = ran, [name for name, _ in module.named_modules()]
+        self._owners = {
+            parameter.untyped_storage().data_ptr(): [".".join(path[:i]) for i in range(1, len(path))]
+            for name, parameter in module.named_parameters()
+            if is_plain(parameter) and (path := name.split("."))
+        }
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() >= 0:
+            self._ran.outside.update(self._names)
+        for one in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():  # else elements of shards may do
+            if isinstance(one, Tensor) and is_plain(one) and one.layout is torch.strided:
+                owners = self._owners.get(one.untyped_storage().data_ptr(), ())
+                self._ran.outside.update(name for name in owners if name not in self._ran.open)
         return func(*args, **(kwargs or {}))
 
     @classmethod

@@ -68,6 +68,7 @@ class Verdict:
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
+        outside: those of which a step uses parameters outside of their forward.
     """
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
@@ -80,6 +81,7 @@ class Verdict:
     failed: bool = False
     in_chunks: bool = False
     uneven: set[str] = field(default_factory=set[str])
+    outside: set[str] = field(default_factory=set[str])
 
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -119,9 +121,11 @@ class Verifier:
         device = devices.pop() if len(devices) == 1 else self._module.device
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
-        self._trial = Trial(self._module, step, device, self._name, together, not self._trains, self._in_turn)
-        by_config = getattr(strategy, "is_configured", False)
         self._is_cut = self._trains and hasattr(strategy, "shards")
+        self._trial = Trial(
+            self._module, step, device, self._name, together, not self._trains, self._in_turn, self._is_cut
+        )
+        by_config = getattr(strategy, "is_configured", False)
         self._global_view = getattr(strategy, "global_view", None)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         trainer: Any = self._module.trainer
@@ -225,6 +229,7 @@ class Verifier:
             with suppress(Exception):  # a single sample shows what samples choose
                 alone = [self._trial.run(piece, i, i + 1)[0] for i in (0, total - 1)]
                 verdict.uneven |= _uneven([whole, *parts, *alone])
+            verdict.outside.update(*(ran.outside for ran in (whole, *parts)))
         seen = Comparison(whole, parts)
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
@@ -572,7 +577,7 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
         rank_zero_warn(found.unlike)
     if found.refusal and verifies:
         refusal = PartsDiffer(found.refusal)
-        refusal.plans, refusal.in_chunks = found.plans or None, found.in_chunks
+        refusal.plans, refusal.in_chunks, refusal.outside = found.plans or None, found.in_chunks, found.outside
         raise refusal
     return found
 

@@ -1,5 +1,6 @@
 """What modules and callbacks do with parameters that are sharded: it is what one device does."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,41 @@ class Numeric(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Penalized(Net):
+    """A penalty on a weight outside of its layer's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        return (self.net(x) - y).square().mean() + 0.1 * self.net[0].weight.square().sum()
+
+
+class GradientPenalized(Net):
+    """A penalty on the gradient by the inputs, which training differentiates again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        x = x.clone().requires_grad_()
+        out = self.net(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return (out - y).square().mean() + 0.1 * gradient.square().mean()
+
+
+class Targeted(Net):
+    """A target network takes the weights every second step; the loss has no gradient for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        with torch.no_grad():
+            y = y + 0.5 * self.target(x)
+        if batch_idx % 2:
+            self.target.load_state_dict(self.net.state_dict())
+        return (self.net(x) - y).square().mean()
+
+
 MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "two optimizers": lambda: (Generative(), {}, {}),
     "gradients by hand": lambda: (ByHand(), {}, {}),
@@ -140,6 +176,10 @@ MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
     "gathered for the whole step": lambda: (Loose(), {"shard": []}, {}),
     "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),
     "unused": lambda: (Sometimes(), {"find_unused_parameters": True}, {}),
+    "penalty on a weight": lambda: (Penalized(), {}, {}),
+    "penalty on a gradient": lambda: (GradientPenalized(), {}, {}),
+    "target network": lambda: (Targeted(), {}, {}),
+    "target network, gathered for the whole step": lambda: (Targeted(), {"shard": []}, {}),
     "without a dimension": lambda: (Scaled(), {}, {}),
     "without a dimension, accumulated and clipped": lambda: (
         Scaled(),
@@ -244,14 +284,6 @@ def test_runs_follow_one_another_in_one_process(num_ranks: int) -> None:
                 torch.testing.assert_close(shown, expected, rtol=0, atol=max(tolerance, 1e-6))
 
 
-class Penalized(Net):
-    """A penalty on a weight outside of its layer's forward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        return (self.net(x) - y).square().mean() + self.net[0].weight.square().sum()
-
-
 class Mixed(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -286,12 +318,15 @@ def _refusals(num_ranks: int) -> list[str]:
     told = []
     whole_step = {"shard": []}
     pruned = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
+    unused, outside = (Sometimes(), {"find_unused_parameters": False}), (Penalized(), {"shard": ["net.0"]})
     lbfgs, adafactor = OptimizedBy(torch.optim.LBFGS), OptimizedBy(torch.optim.Adafactor)
-    modules = [Sometimes(), Penalized(), Mixed(), lbfgs, adafactor, Sparse(), (Numeric(), whole_step), (Net(), pruned)]
+    modules = [unused, outside, Mixed(), lbfgs, adafactor, Sparse(), (Numeric(), whole_step), (Net(), pruned)]
     for given in modules:
         module, options = given if isinstance(given, tuple) else (given, dict[str, Any]())
-        shard = options.pop("shard", "auto")
-        trainer = quiet_trainer(FSDPStrategy(shard, batch_size_is="global", timeout_s=60), num_ranks, **options)
+        own: dict[str, Any] = {
+            name: options.pop(name) for name in ("shard", "find_unused_parameters") if name in options
+        }
+        trainer = quiet_trainer(FSDPStrategy(**own, batch_size_is="global", timeout_s=60), num_ranks, **options)
         try:
             trainer.fit(module, DataLoader(Numbered(), 6))
         except (ConfigError, RuntimeError) as exc:
