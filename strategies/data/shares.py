@@ -128,8 +128,10 @@ class RankShares:
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
-        rows = [_num_rows(batch, place) for place in self._rows_at] if self.counts else []
-        if rows and None not in rows and self.num not in rows:
+        if not (self._rows_at and self.counts) or _num_rows(batch, self._rows_at[0]) == self.num:
+            return
+        rows = [_num_rows(batch, place) for place in self._rows_at]
+        if None not in rows and self.num not in rows:
             raise ConfigError(
                 f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows[0]} rows, so "
                 "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "

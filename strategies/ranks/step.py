@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -214,11 +215,14 @@ class RankStep(StepContract):
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified:
             self._verify(args)
-        if not module.automatic_optimization:
+        is_manual = not module.automatic_optimization
+        if is_manual:
             self._verify_parts(args[0])  # the step itself steps the optimizer
-        with nullcontext() if counts else zero_weight_step(module, self.metrics.sync):
+        if counts:
             output = self._own_step(*args, **kwargs)
-        if not counts:
+        else:
+            with zero_weight_step(module, self.metrics.sync):
+                output = self._own_step(*args, **kwargs)
             reader.values.calls[-1] = {}, {}  # nothing of what a stand-in logs counts
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
@@ -227,9 +231,9 @@ class RankStep(StepContract):
             own = loss_weight(output, args[0])
             own = own.to(strategy.root_device) if isinstance(own, Tensor) else own
             shares.weigh(own, strategy.group.mean(own), strategy.layout.losses or losses_in(output))
-        else:
+        elif not is_manual:
             self._verify_parts(args[0])
-        if module.automatic_optimization and not strategy.layout.cut_by:
+        if not (is_manual or strategy.layout.cut_by):
             reader.scale()
         return output
 
@@ -278,7 +282,8 @@ class RankStep(StepContract):
 
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
-        with among(self._rows), strategy.precision_plugin.train_step_context():
+        plugin = strategy.precision_plugin
+        with among(self._rows), nullcontext() if type(plugin) is Precision else plugin.train_step_context():
             run = partial(self._train_in_layout, *args, **kwargs)
             return strategy.sync.train(strategy.whole_steps.run, "training_step", run)
 

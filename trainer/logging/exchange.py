@@ -58,7 +58,10 @@ class Exchange:
         if results.ranks is None:  # this rank has gone on alone within the batch
             results.flush()
             return
-        values, share = _values(results), results.share
+        share = results.share
+        if not (results.pending or self._has_sums or (share is not None and share.some_empty)):
+            return
+        values = _values(results)
         may_sum = self._has_sums and not self.has_ended and values.calls
         programs = values.of("training_step") if may_sum else {}
         self._has_sums = False

@@ -5,8 +5,7 @@ replicas               parts meet; the function is computed once, on all rows wi
 ranks                  each computes it on everybody's rows, its own with a graph
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeAlias
 
@@ -55,14 +54,17 @@ _ranks: list[Ranks] = []
 """The ranks of the run, last; empty without."""
 
 
-@contextmanager
-def among(ranks: Ranks | None) -> Generator[None]:
+class among:  # a context of every step: one by a generator takes twice as many calls
     """Compute what is over the batch with the rows of other ranks inside the block; None: with what is given alone."""
-    before, _ranks[:] = list(_ranks), [] if ranks is None else [ranks]
-    try:
-        yield
-    finally:
-        _ranks[:] = before
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = [] if ranks is None else [ranks]
+
+    def __enter__(self) -> None:
+        self._ranks, _ranks[:] = list(_ranks), self._ranks
+
+    def __exit__(self, *_: object) -> None:
+        _ranks[:] = self._ranks
 
 
 class OverBatch(torch.autograd.Function):
