@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Self, override
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, PartsDiffer
 from ...core.executor import Piece, ThreadState, Turns, reraised
 
 Combine: TypeAlias = Callable[[Mapping[int, Any]], Mapping[int, Any]]
@@ -43,7 +43,7 @@ class Seat:
     def meet(self, where: str, value: Any, combine: Combine) -> Any:
         """Wait for the other parts, and return what `combine` makes for this one.
 
-        Parts that have ended, which did not come here, are left out.
+        If some have ended without coming here the step needs a whole batch.
 
         Args:
             where: names the place; all parts must be at the same.
@@ -168,11 +168,12 @@ class Meeting:
             if not helper.is_done:
                 brought[other] = self._brought[other]
         where, _, combine = brought[part]
-        for other, (place, *_) in brought.items():
+        for other, given in enumerate(self._given):
+            place = brought[other][0] if other in brought else "its end"
             if place != where:
-                raise ConfigError(
-                    f"{self._given[part].name} is at {where}, and {self._given[other].name} at {place}: all parts of a "
-                    "batch must call the same, in the same order. Do so in every step, whatever the samples are."
+                raise PartsDiffer(
+                    f"{self._given[part].name} is at {where}, and {given.name} at {place}: all parts of a batch must "
+                    "call the same, in the same order. Do so in every step, whatever the samples are."
                 )
         with seated(None):
             answers = combine({other: value for other, (_, value, _) in brought.items()})

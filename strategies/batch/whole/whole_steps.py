@@ -67,5 +67,5 @@ def tell_whole(strategy: str, why: PartsDiffer, what: str) -> None:
     """Say in one line why steps get whole batches, and what that means."""
     reason = str(why).partition(". ")[0]
     named = reason if reason.startswith(f"{strategy}: ") else f"{strategy}: {reason}"
-    faster = "; evener.over_batch(fn) is faster" if "over_batch" in str(why) else ""
+    faster = "; evener.over_batch(fn) is faster" if "evener.over_batch(fn)" in str(why) else ""
     rank_zero_info(f"{named}. So {what}{faster}.")
