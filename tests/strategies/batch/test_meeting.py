@@ -114,7 +114,7 @@ class Later(Net):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (Elsewhere, {"global_view": False}, r"over_batch\(spread\), and chunk 2 .* at over_batch\(sum\): all parts of a batch must"),
+        (Elsewhere, {"global_view": False}, r"over_batch\(spread\), and chunk 2 .* at over_batch\(sum\): all parts"),
         (Later, {"threads": True}, r"set strategy.threads=false"),
     ],
 )  # fmt: skip
