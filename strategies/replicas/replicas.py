@@ -82,7 +82,7 @@ class Replicas:
         return value if i == 0 else self._copies[i - 1].counterpart(value)
 
     def mark_changed(self) -> None:
-        """Make the next refresh copy the parameters, whatever is known of writes to them."""
+        """Make the next refresh copy parameters and buffers, whatever is known of writes to them."""
         self._is_changed = True
 
     def refresh(self) -> bool:
@@ -94,8 +94,9 @@ class Replicas:
         if self._has_new_structure():
             self._make()
             return True
+        may_differ = self._is_changed  # a write through `.data` raises no version
         self._refresh_parameters()
-        if self._buffer_slots and self._versions_of_buffers() != self._buffer_versions:
+        if self._buffer_slots and (may_differ or self._versions_of_buffers() != self._buffer_versions):
             self._refresh_buffers()
         self._refresh_attributes()
         return False

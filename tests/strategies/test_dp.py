@@ -189,6 +189,24 @@ def test_parameters_are_copied_before_each_training_step_and_once_in_an_evaluati
     assert validation == [56] * 6
 
 
+class Scheduled(Net):
+    """A buffer that a hook writes through `.data`, as averages of weights are swapped: no version tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.scale
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.scale.data.mul_(0.8)
+
+
+def test_buffers_that_are_written_unseen_reach_the_replicas() -> None:
+    assert_equal(run(Case(Scheduled), "dp", devices=3), baseline(Case(Scheduled)), 1e-10)
+
+
 class GatheredLoss(Net):
     """Outputs of all replicas are joined on the root, and the loss is computed there, of the whole batch."""
 
