@@ -144,6 +144,17 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
             ),
             False,
         ),
+        # values by step waited for ranks that were there in the sanity check, but in no validation after it
+        (
+            Case(
+                batches=Batches(extras=("one",)),
+                loading=Loading(kind="iterable"),
+                logs=(Log(where="eval", on_step=True),),
+                options=Options(num_sanity_val_steps=2),
+                after="fit",
+            ),
+            False,
+        ),
         # of a step that is called twice only the last call's values were exchanged
         (Case(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice")), False),
         # pruning was given the weights after an evaluation of averaged ones, not those
@@ -159,6 +170,7 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
         "experts",
         "one rank alone",
         "an empty loader",
+        "whole after the sanity check",
         "twice",
         "pruned average",
     ],

@@ -135,7 +135,7 @@ class LeanLoggerConnector(_LoggerConnector):
     @override
     def update_eval_step_metrics(self, step: int) -> None:
         results: Any = self.trainer._results
-        if results.waits_for_epoch:
+        if results.waits_for_epoch and results.ranks is not None:  # not since training gave each whole batches
             self._exchange.keep_step(results, step)
         else:
             super().update_eval_step_metrics(step)
