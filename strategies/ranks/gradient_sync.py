@@ -212,6 +212,10 @@ class GradientSync:
         if wrapper is not None and wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
 
+    def whole_tree(self, tree: Any) -> Any:
+        """Gather what a structure holds of tensors of which each rank has some rows; every rank calls it."""
+        return tree
+
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     def fail(self, exception: BaseException) -> None:

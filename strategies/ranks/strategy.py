@@ -570,7 +570,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self.balance.kept.save(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(self.sync.whole_tree(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

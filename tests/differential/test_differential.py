@@ -120,6 +120,8 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
     [
         # a rank of a global view looked for a state of its own, where there is one of one rank
         (Case(options=Options(max_steps=3), resume_after=1), True),
+        # the first rank alone gathered the rows that a metric keeps, to save them, and waited for the other
+        (Case(logs=(Log(value="auroc"),), options=Options(max_epochs=1), resume_after=1), True),
         # a kernel read lengths of a packed sequence, of which the rank had a part
         (Case(batches=Batches(extras=("packed",))), True),
         # the batches of the shorter one of two loaders were counted on beyond its end
@@ -162,6 +164,7 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
     ],
     ids=[
         "resumed",
+        "saved rows",
         "packed",
         "a shorter loader",
         "unequal loaders",

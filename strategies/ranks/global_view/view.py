@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -110,6 +111,10 @@ class _Whole(GradientSync):
             if type(parameter.grad) is Rows:
                 parameter.grad = gathered(parameter.grad.detach()).clone()
         super().finish_backward()
+
+    @override
+    def whole_tree(self, tree: Any) -> Any:
+        return tree_map_only(Rows, Rows.whole, tree)  # states of metrics; the first rank alone writes them
 
     @override
     @contextmanager
