@@ -142,7 +142,7 @@ class ReplicaLayout(PartsLayout):
     def verify_optimizer_step(self) -> None:
         if isinstance(seat(), Seat):
             raise ConfigError(
-                f"{self.options.strategy}: training_step steps an optimizer, once per replica. Set "
+                f"{self.strategy}: training_step steps an optimizer, once per replica. Set "
                 "automatic_optimization=False, or return the loss and let the trainer step."
             )
 
@@ -227,7 +227,7 @@ class ReplicaLayout(PartsLayout):
         num = inputs.num_samples((args, kwargs))
         if not num:
             raise ConfigError(
-                f"{self.options.strategy}: the inputs of {type(self.runner.root).__name__} hold no tensor with a "
+                f"{self.strategy}: the inputs of {type(self.runner.root).__name__} hold no tensor with a "
                 "dimension, so they can't be split. Choose a submodule that takes the batch."
             )
         results = self.structures.of_results("submodule")

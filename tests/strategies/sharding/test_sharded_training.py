@@ -1,6 +1,8 @@
 """What modules and callbacks do with parameters that are sharded: it is what one device does."""
 
 import copy
+import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,29 @@ class Penalized(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, _ = batch
         return (self.net(x) - y).square().mean() + 0.1 * self.net[0].weight.square().sum()
+
+
+class Watched(Net):
+    """Reads a weight in its step, of which shards do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm = self.net[0].weight.detach().norm()
+        return super().training_step(batch, batch_idx)
+
+
+def _told(kind: type[Net]) -> str:
+    stream, logger = io.StringIO(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.setLevel(logging.INFO)
+    strategy = FSDPStrategy(batch_size_is="global", timeout_s=60)
+    quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=1).fit(kind(), DataLoader(Numbered(), 6))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "gathered"), [("Watched", False), ("Penalized", True)])
+def test_parts_are_gathered_for_the_whole_step_only_where_a_gradient_needs_it(kind: str, gathered: bool) -> None:
+    first, _ = run_ranks(_told, 2, globals()[kind])
+    assert ("net.0 are gathered for the whole step" in first) is gathered
 
 
 class GradientPenalized(Net):
