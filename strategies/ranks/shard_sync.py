@@ -139,8 +139,8 @@ class ShardSync(GradientSync):
         left = [name for name in parts if shard == "auto" and name in contract.outside]
         if left:
             rank_zero_info(
-                f"fsdp: {', '.join(left[:3])}{', ...' if left[3:] else ''} are gathered for the whole step, which uses "
-                "their parameters outside of their forward, or goes backward itself."
+                f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "
+                "parameters of these outside of their forward, or goes backward itself."
             )
         return [name for name in parts if name not in left]
 

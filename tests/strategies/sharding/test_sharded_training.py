@@ -163,7 +163,7 @@ def _told(kind: type[Net]) -> str:
 @pytest.mark.parametrize(("kind", "gathered"), [("Watched", False), ("Penalized", True)])
 def test_parts_are_gathered_for_the_whole_step_only_where_a_gradient_needs_it(kind: str, gathered: bool) -> None:
     first, _ = run_ranks(_told, 2, globals()[kind])
-    assert ("net.0 are gathered for the whole step" in first) is gathered
+    assert ("gathered for the whole step: net.0" in first) is gathered
 
 
 class GradientPenalized(Net):
