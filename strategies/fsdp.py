@@ -119,6 +119,11 @@ class FSDPStrategy(RankStrategy):
         return any(tensor.is_meta for tensor in self.module.parameters())
 
     @override
+    def _choose_sync(self) -> None:
+        self.sync.make_whole()
+        super()._choose_sync()
+
+    @override
     def _place(self, trainer: pl.Trainer) -> None:
         self.sync.place(trainer)
 

@@ -103,6 +103,13 @@ class ShardSync(GradientSync):
         if strategy.group.coordinator is not None:
             strategy.group.coordinator.heartbeat.count_calls = lambda: order.num
 
+    def make_whole(self) -> None:
+        """Put a module together that an evaluation has cut: steps of training are verified with whole parameters."""
+        shards = sharded(self._strategy.module)
+        if shards is not None and not shards.is_for_training:
+            shards.verify_same(self._options)
+            shards.put_together((), True)
+
     @property
     def _ends_with_run(self) -> bool:
         """Whether the ranks end with this run, after which a script goes on with the module."""
@@ -130,6 +137,7 @@ class ShardSync(GradientSync):
         if waiting:
             self._fill(shards, waiting, device)
         shards.prime()
+        shards.is_for_training = bool(waiting) or self._strategy.trainer.state.fn == TrainerFn.FITTING
         return shards
 
     def _parts(self, module: nn.Module, shard: Shard) -> list[str]:

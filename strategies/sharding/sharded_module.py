@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
@@ -78,6 +79,8 @@ class ShardedModule:
         self.module = module
         self._options = options
         self.in_step = self._is_written = self._is_converted = False
+        self.is_for_training = True
+        """Whether it was cut by a run that trains; what an evaluation has cut is not verified yet."""
         self._is_announced = self._reduces = True
         """Whether a backward pass may have gradients: its loss is weighted by the rank's samples."""
         self._used: set[int] = set()
@@ -368,7 +371,7 @@ class ShardedModule:
         self.release()
 
     def put_together(self, optimizers: Sequence[Optimizer], is_first: bool) -> None:
-        """Make the module whole again on rank 0, which hands it back to a script; all ranks must call this."""
+        """Make the module whole again on the first rank, or on each of them if all say so; all must call this."""
         for before in self._before.values():
             if isinstance(before, Kept):
                 before.end()
@@ -404,6 +407,7 @@ def _forget_sharding(part: nn.Module) -> None:
         part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
     for key in (REGISTRY_KEY, STATE_KEY):
         vars(part).pop(key, None)
+    _module_state_mapping.pop(part, None)
     for parameter in part.parameters(recurse=False):
         vars(parameter).pop("_fsdp_orig_uid", None)
 

@@ -309,6 +309,32 @@ def test_runs_follow_one_another_in_one_process(num_ranks: int) -> None:
                 torch.testing.assert_close(shown, expected, rtol=0, atol=max(tolerance, 1e-6))
 
 
+class Summed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        return (self.net(x) - y).square().sum() / 10
+
+
+def _after_validation(num_ranks: int) -> tuple[Tensor, bool]:
+    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", timeout_s=60)
+    module, loader = Summed(), DataLoader(Numbered(11), 4)
+    before = list(module.parameters())
+    trainer = quiet_trainer(strategy, num_ranks, precision="64-true")
+    trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader)
+    return weights(module), num_ranks == 1 or all(
+        one is not two for one, two in zip(before, module.parameters(), strict=True)
+    )
+
+
+def test_training_is_verified_after_an_evaluation_that_has_cut_the_module() -> None:
+    """A sum counted by samples, in silence."""
+    single, _ = _after_validation(1)
+    for trained, is_cut in run_ranks(_after_validation, 2, 2):
+        torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
+        assert is_cut
+
+
 class Mixed(Net):
     def __init__(self) -> None:
         super().__init__()
