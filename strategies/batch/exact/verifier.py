@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -244,7 +244,7 @@ class Verifier:
             return None  # it computes the loss of the joined outputs
         plans = list[Plan]()
         for call in range(len(whole.losses)):
-            plan, unlike_whole = self._plan(call, seen, whole, parts)
+            plan, unlike_whole = self._plan(call, seen, whole, *parts)
             plans.append(plan)
             if not unlike_whole:
                 continue
@@ -255,7 +255,10 @@ class Verifier:
                     return self._compare(total, piece, verdict)
                 line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
                 verdict.told.append((line, False))
-            elif whole.weight is None:
+            elif (
+                whole.weight is None
+                or self._plan(call, seen, *(replace(one, weight=None) for one in (whole, *parts)))[1]
+            ):
                 *sizes, last = (str(part.num) for part in parts)
                 verdict.refusal = (
                     f"{self._name}: computed in {'ranks' if self._trial.of_ranks else 'chunks'} of "
@@ -263,7 +266,7 @@ class Verifier:
                     f"samples in evener.over_batch(fn)(...), pad to a fixed length,{self._view} or set {self._option} "
                     "to train nevertheless."
                 )
-            else:  # the user's word
+            else:  # the user's word, where parts could be right
                 line = (
                     f"{self._name}: with its loss_weight, in parts of a batch, the gradient of {unlike_whole}. Return "
                     "the number that the loss is a mean over, or leave loss_weight out."
@@ -343,7 +346,7 @@ class Verifier:
                 "batch don't make one device's value; they are averaged by samples. Use a metric of torchmetrics."
             )
 
-    def _plan(self, call: int, seen: Comparison, whole: Ran, parts: Sequence[Ran]) -> tuple[Plan, str]:
+    def _plan(self, call: int, seen: Comparison, whole: Ran, *parts: Ran) -> tuple[Plan, str]:
         """The plan by which parts train as the whole; if there is none, one, and which gradient differs by how much."""
         parameters, loss = _small_parameters(self._module), whole.losses[call]
         if not (loss.requires_grad and parameters):

@@ -11,7 +11,7 @@ from distributed import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from evener.strategies import (
     ConfigError,
@@ -193,9 +193,27 @@ def test_a_loss_weight_that_is_not_what_the_loss_divides_by_is_told() -> None:
         weights(Weighed(), DataParallelStrategy())
 
 
+class Listed(Net):
+    """Is given two settings with each batch, which a stream of two samples does not tell from a list of samples."""
+
+    def loss(self, x: Tensor, y: Tensor, settings: Any = (2, 3)) -> Any:
+        weights = 1.0 + y
+        loss = F.cross_entropy(self.net(x), y, reduction="none") * sum(settings)
+        return {"loss": (loss * weights).sum() / weights.sum(), "loss_weight": int(weights.sum())}
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(data())
+
+
+def test_parts_that_no_loss_weight_makes_right_get_whole_batches() -> None:
+    """A warning told that they were wrong."""
+    loader = DataLoader(Stream(), 2, collate_fn=lambda items: (*default_collate(items), [2, 3]))
+    one, two = (
+        weights(Listed(), own, loader, n) for n, own in ((1, SingleDeviceStrategy()), (2, DataParallelStrategy()))
+    )
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
 
 
 class Classes(Net):
