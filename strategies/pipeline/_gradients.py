@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..batch.exact.plans import graph
 from ..batch.losses import chunk_losses
 from ..core.devices import precise_dtype
 from ..core.executor import autocast_types
@@ -71,6 +72,11 @@ class EarlyGradients:
         if loss.requires_grad:
             self._losses[microbatch] = loss
         return {**output, "loss": loss.detach()} if isinstance(output, dict) else output.detach()
+
+    def nest(self, microbatch: int) -> bool:
+        """Whether its backward pass runs others within itself, which add to the gradient of a parameter one by one."""
+        loss = self._losses.get(microbatch)
+        return loss is not None and any("CheckpointFunction" in node.name() for node in graph(loss))
 
     def go_backward(self, microbatch: int) -> None:
         """Add the gradients of a micro-batch to the sums."""

@@ -20,7 +20,6 @@ from typing_extensions import override
 from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import InTurn, seated
 from ..core.devices import is_accelerator
-from ..core.errors import ConfigError
 from ..core.executor import Piece, ThreadState, Turns, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
@@ -49,6 +48,7 @@ class MicroBatches:
         self.times: PartTimes | None = None
         """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
+        self._nests_backward = False
 
     def run(
         self,
@@ -74,11 +74,10 @@ class MicroBatches:
             Piece(self._layout.devices[0], name, partial(self._forward, i, call, gradients))
             for i, (name, call) in enumerate(zip(names, calls, strict=True))
         ]
-        with self._state.step():
-            try:
-                return self._in_turns(pieces, gradients, meet)
-            finally:
-                gradients.collect()
+        try:
+            return self._in_turns(pieces, gradients, meet)
+        finally:
+            gradients.collect()
 
     def close(self) -> None:
         """Stop the threads, and restore the methods of the module's metrics."""
@@ -117,7 +116,7 @@ class MicroBatches:
                 if meet is not None:
                     meet()
                     meet = None
-                if task is not order[-1] or self._state.nests_backward:
+                if task is not order[-1] or self._nests_backward:
                     backward = partial(self.logs.run, number, partial(gradients.go_backward, number))
                     with record_function(f"B{number}"):
                         reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
@@ -137,29 +136,23 @@ class MicroBatches:
         return "1f1b", self._layout.num_stages if self._layout.overlaps and not in_order else 1
 
     def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
+        is_first = not (number or self._state.is_known)
         with seated(InTurn(number)):
-            output = self.logs.run(number, partial(self._watched, number, call))
-        return gradients.take(number, output)
+            output = self.logs.run(number, partial(self._watched, call, is_first))
+        output = gradients.take(number, output)
+        if is_first:
+            self._nests_backward = gradients.nest(number)
+        return output
 
-    def _watched(self, number: int, call: Callable[[], Any]) -> Any:
+    def _watched(self, call: Callable[[], Any], is_first: bool) -> Any:
         """Run the step of a micro-batch; the first one of a run is watched."""
         if self.times is not None:
             self.times.begin_microbatch()
-        state, is_watched = self._state, not (number or self._state.is_known)
-        with state.microbatch(number), self._layout.entering(state.look) if is_watched else nullcontext():
-            output = call()
-        options = self._layout.options
-        if is_watched and state.reads_gradients and options.schedule == "1f1b":
-            raise ConfigError(
-                f"num_microbatches={options.num_microbatches}: training_step reads the .grad of a parameter, which "
-                "holds gradients of other micro-batches under schedule=1f1b. Read it in on_before_optimizer_step, or "
-                "set strategy.schedule=gpipe."
-            )
-        return output
+        with self._state.watched(self._layout.entering) if is_first else nullcontext():
+            return call()
 
     def _backward(self, call: Callable[[], Any]) -> None:
-        with nullcontext() if self._state.nests_backward is not None else self._state.watching_backward():
-            call()
+        call()
         if self.times is not None:
             self.times.end_microbatch()
 

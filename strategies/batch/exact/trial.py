@@ -12,6 +12,7 @@ import torch
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -37,6 +38,9 @@ from .values import RETURNED, Seen
 
 MakesBatch: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
+
+
+_READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
 class Cannot(Exception):  # told, and no error
@@ -138,7 +142,8 @@ class Trial:
             lists = PartLists([vars(part) for part in lightning_modules(module)])
             lists.begin()
             uses = _Uses(module, here()) if self.sees_calls else nullcontext()
-            with nullcontext() if self.together else _OneRank(), uses, here().tape:
+            reads = _GradientReads(self.strategy) if in_turn and self.step == "training_step" else nullcontext()
+            with nullcontext() if self.together else _OneRank(), uses, reads, here().tape:
                 output: Any = getattr(module, self.step)(batch, *self.rest)
                 output = ended(module, output) if self.step == "training_step" else output
             if not self.of_ranks and hooks != _hooks(module):
@@ -224,6 +229,23 @@ class _OneRank(TorchDispatchMode):
     @override
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class _GradientReads(TorchFunctionMode):
+    """Refuses a step that reads `.grad` of a parameter, in which gradients of other micro-batches are summed."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READ and isinstance(args[0], nn.Parameter):
+            raise PartsDiffer(
+                f"{self._strategy}: training_step reads the .grad of a parameter, which holds gradients of other "
+                "micro-batches. Read it in on_before_optimizer_step."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class _Uses(TorchDispatchMode):
