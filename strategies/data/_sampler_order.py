@@ -42,18 +42,21 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
             state = random_state()
         return drawn
 
-    iterator = iter(units) if rank == 0 else draw(iter, units)  # a loader draws the seed of its workers here
-    first = next(iterator, None) if rank == 0 else draw(next, iterator, None)
-    if first is None:
-        return
-    yield first
-    if type(sampler) in _DRAWS_AT_ONCE:
-        yield from iterator
-        return
-    if rank == 0:
-        state = random_state()
-    while (unit := draw(next, iterator, None)) is not None:
-        yield unit
+    def drawn(iterator: Iterator[Unit]) -> Iterator[Unit]:
+        nonlocal state
+        first = next(iterator, None) if rank == 0 else draw(next, iterator, None)
+        if first is None:
+            return
+        yield first
+        if type(sampler) in _DRAWS_AT_ONCE:
+            yield from iterator
+            return
+        if rank == 0:
+            state = random_state()
+        while (unit := draw(next, iterator, None)) is not None:
+            yield unit
+
+    return drawn(iter(units) if rank == 0 else draw(iter, units))  # a loader draws the seed of its workers here
 
 
 def seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:

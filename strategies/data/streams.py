@@ -47,8 +47,10 @@ class Lockstep(Stream):
     sum_over_ranks: Callable[[Tensor], Work]
 
     def __iter__(self) -> Iterator[Batch]:
-        self.passes.latest = now = Pass()
-        iterator = iter(self.loader)
+        self.passes.latest = Pass()
+        return self._in_step(iter(self.loader), self.passes.latest)  # begun at once, as on one device
+
+    def _in_step(self, iterator: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         last = None
         batch, num, sums, work = self._fetch(iterator)
         while True:
@@ -99,8 +101,10 @@ class Divided(Stream):
     _told: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.passes.latest = now = Pass()
-        batches = in_one_order(self.loader, self.rank, self.agree)
+        self.passes.latest = Pass()
+        return self._parts(in_one_order(self.loader, self.rank, self.agree), self.passes.latest)
+
+    def _parts(self, batches: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         self.first_batch = first = next(batches, None)
         self._verify_same(first)
         is_whole = self.num_ranks == 1 or (self.is_whole and self.is_whole())

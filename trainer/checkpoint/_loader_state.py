@@ -154,7 +154,7 @@ class Resumable(_Around):
         if self.is_idle:
             return iter(())
         self._take_position()
-        return self._counted(lambda: self._begun(lambda: iter(self.loader), self._read_again))
+        return self._counted(self._begun(lambda: iter(self.loader), self._read_again))
 
     def _generators(self) -> list[Generator]:
         return []
@@ -186,8 +186,8 @@ class Resumable(_Around):
         _drop_shares(self.loader, self._position)
         return batches
 
-    def _counted(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        fetch = next_of(begin())
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        fetch = next_of(batches)
         while True:
             try:
                 batch = fetch()
@@ -234,7 +234,7 @@ class ResumableLoader(Resumable):
             self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
         is_stream = isinstance(self.dataset, IterableDataset)
         batches = self._begun(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
-        return self._counted(lambda: batches)
+        return self._counted(batches)
 
     def begin(self, base: Any) -> Iterator[tuple[int, Any]]:
         """Start the sampler; yield the batches that are left with the places of their first samples, or their own."""
