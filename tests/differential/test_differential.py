@@ -146,7 +146,7 @@ def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hu
             ),
             False,
         ),
-        (Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1), False),  # a stream
+        (Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1), False),
         # values by step waited for ranks that were there in the sanity check, but in no validation after it
         (
             Case(
