@@ -1,8 +1,9 @@
-"""Modules that keep something from layer to layer run their micro-batches in order: threads would share it.
+"""Modules that keep something from layer to layer run their micro-batches one after the other.
 
-Cause of the failures: micro-batches in threads take turns at every stage, so that one list held features of several.
+Cause of the failures: micro-batches take turns at every stage, so that one list held features of several.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,87 +20,44 @@ from evener.strategies import ModelParallelStrategy
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own
 
 
-class HookedNet(Net):
-    """Adds to its loss what a hook on the first layer kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-        self.features: list[Tensor] = []
-        self.register()
-
-    def register(self) -> None:
-        self.net[0].register_forward_hook(self.keep)
-
-    def keep(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        if self.training:
-            self.features.append(output)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        assert isinstance(loss, Tensor)
-        for feature in self.features:
-            loss = loss + feature.square().mean()
-        self.features.clear()
-        return loss
-
-
-class Collector(nn.Module):
-    """A layer that keeps a loss of its own on itself."""
+class Keeps(nn.Module):
+    """A layer that keeps a loss of its own on itself, and appends to a list where it has one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.loss: Any = None
+        self.kept: list[Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.linear(x))
-        self.loss = x.square().mean()
-        return x
-
-
-class Appender(nn.Module):
-    """A layer that appends to a list."""
-
-    def __init__(self, kept: list[Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.kept = kept
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.linear(x))
-        if self.training:
+        if self.kept is None:
+            self.loss = x.square().mean()
+        elif self.training:
             self.kept.append(x)
         return x
 
 
-class AppendingNet(HookedNet):
-    """Layers append features to one list."""
+class KeepingNet(Net):
+    """Its layers, or a hook on one, keep features, which its loss reads at the end of the step."""
 
-    def register(self) -> None:
-        self.net[2] = Appender(self.features)
-
-
-class CollectingNet(Net):
-    """Reads, at the end of the step, an attribute that a layer has set."""
-
-    def __init__(self) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), Collector(), nn.Linear(6, 6), nn.Linear(6, 3))
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Keeps(), nn.Tanh(), nn.Linear(6, 3))
+        self.by, self.features = by, list[Tensor]()
+        if by == "a hook":
+            self.net[0].register_forward_hook(self.keep)
+        elif by == "a list":
+            self.net[2].kept = self.features
+
+    def keep(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if layer.training:
+            self.features.append(output)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        assert isinstance(loss, Tensor)
-        return loss + self.net[1].loss
-
-
-class SwappingNet(Net):
-    """Calls its layers with other weights, as a step of MAML does."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = self.read(batch)
-        halves = {name: parameter / 2 for name, parameter in self.net.named_parameters()}
-        return cross_entropy(functional_call(self.net, halves, (x,)), y)
+        loss = self.loss(batch) + sum(feature.square().mean() for feature in self.features)
+        self.features.clear()
+        return loss + self.net[2].loss if self.by == "an attribute" else loss
 
 
 class Scaled(nn.Module):
@@ -116,69 +74,66 @@ class Scaled(nn.Module):
 class SettingNet(Net):
     """Sets something for its first call of the layers, and sets it back."""
 
-    def __init__(self) -> None:
+    def __init__(self, sets: Callable[["SettingNet", bool], Any]) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), Scaled(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), Scaled())
         self.other = nn.Linear(6, 3)
-        self.is_halved = False
-
-    def set_for_a_call(self, is_set: bool) -> None:
-        raise NotImplementedError
+        self.is_halved, self.sets = False, sets
 
     def scores(self, x: Tensor) -> Tensor:
         return self.net(x) / (2 if self.is_halved else 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = self.read(batch)
-        self.set_for_a_call(True)
+        self.sets(self, True)
         first = self.scores(x)
-        self.set_for_a_call(False)
+        self.sets(self, False)
         return cross_entropy(self.scores(x), y) + first.square().mean() + self.other.weight.square().mean()
 
 
-class FlagNet(SettingNet):
-    """Switches its layers off for a call, as adapters are for the reference of preference optimization."""
-
-    def set_for_a_call(self, is_set: bool) -> None:
-        self.net[1].is_off = self.net[5].is_off = is_set
+def switched_off(m: SettingNet, is_set: bool) -> None:
+    """As adapters are for the reference of preference optimization."""
+    m.net[1].is_off = m.net[5].is_off = is_set
 
 
-class OwnFlagNet(SettingNet):
-    """Sets a flag on the module itself."""
-
-    def set_for_a_call(self, is_set: bool) -> None:
-        self.is_halved = is_set
-
-
-class EvaluatingNet(SettingNet):
-    """Calls its layers in evaluation mode first."""
-
-    def set_for_a_call(self, is_set: bool) -> None:
-        self.net.train(not is_set)
+def frozen(m: SettingNet, is_set: bool) -> None:
+    """As the generator's loss goes through a discriminator."""
+    m.net.requires_grad_(not is_set)
+    m.net[0].requires_grad_()
 
 
-class FreezingNet(SettingNet):
-    """Goes through frozen layers first, as the generator's loss goes through a discriminator."""
-
-    def set_for_a_call(self, is_set: bool) -> None:
-        self.net.requires_grad_(not is_set)
-        self.net[0].requires_grad_()
+def exchanged(m: SettingNet, is_set: bool) -> None:
+    m.net[4], m.other = m.other, m.net[4]
 
 
-class ExchangingNet(SettingNet):
-    """Puts another layer in a place for a call."""
+class FunctionalNet(Net):
+    """Computes its loss by a function."""
 
-    def set_for_a_call(self, is_set: bool) -> None:
-        self.net[4], self.other = self.other, self.net[4]
-
-
-class TransformingNet(Net):
-    """Has gradients by its input in its loss, which `torch.func` computes sample by sample."""
+    def __init__(self, function: Callable[[Net, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = self.read(batch)
-        by_input = vmap(grad(lambda sample: self.net(sample).square().sum()))(x)
-        return cross_entropy(self.net(x), y) + by_input.square().mean()
+        return self.function(self, *self.read(batch))
+
+
+def with_other_weights(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    """As a step of MAML."""
+    halves = {name: parameter / 2 for name, parameter in m.net.named_parameters()}
+    return cross_entropy(functional_call(m.net, halves, (x,)), y)
+
+
+def transformed(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients by the input, which `torch.func` computes sample by sample."""
+    by_input = vmap(grad(lambda sample: m.net(sample).square().sum()))(x)
+    return cross_entropy(m.net(x), y) + by_input.square().mean()
+
+
+def differentiated_forward(m: Net, x: Tensor, y: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        scores, along = forward_ad.unpack_dual(m.net(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert along is not None
+    return cross_entropy(scores, y) + along.square().mean()
 
 
 class Squared(nn.Module):
@@ -201,22 +156,21 @@ class CachingNet(Net):
             return super().training_step(batch, batch_idx)
 
 
-class ForwardNet(Net):
-    """Has derivatives in one direction in its loss, computed forward."""
+MODULES: dict[str, Callable[[], Net]] = {
+    **{f"kept by {by}": lambda by=by: KeepingNet(by) for by in ("a hook", "a list", "an attribute")},
+    "layers switched off": lambda: SettingNet(switched_off),
+    "own flag": lambda: SettingNet(lambda m, is_set: setattr(m, "is_halved", is_set)),
+    "evaluation mode": lambda: SettingNet(lambda m, is_set: m.net.train(not is_set)),
+    "frozen": lambda: SettingNet(frozen),
+    "layers exchanged": lambda: SettingNet(exchanged),
+    "other weights": lambda: FunctionalNet(with_other_weights),
+    "torch.func": lambda: FunctionalNet(transformed),
+    "forward differentiation": lambda: FunctionalNet(differentiated_forward),
+    "cached weights": CachingNet,
+}
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = self.read(batch)
-        with forward_ad.dual_level():
-            scores, along = forward_ad.unpack_dual(self.net(forward_ad.make_dual(x, torch.ones_like(x))))
-        assert along is not None
-        return cross_entropy(scores, y) + along.square().mean()
 
-
-SHARING = [TransformingNet, ForwardNet, CachingNet]
-SETTING = [FlagNet, OwnFlagNet, EvaluatingNet, FreezingNet, ExchangingNet]
-
-
-@pytest.mark.parametrize("module", [HookedNet, AppendingNet, CollectingNet, SwappingNet, *SETTING, *SHARING])
-def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(module: type[Net]) -> None:
-    case = Case(module)
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_step_keeps_on_the_module_stays_its_micro_batch_s(name: str) -> None:
+    case = Case(MODULES[name])
     assert_equal(run(case, ModelParallelStrategy(num_microbatches=3), devices=2), baseline(case), 1e-10)

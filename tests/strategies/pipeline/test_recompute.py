@@ -20,9 +20,9 @@ from evener.trainer.plan._memory_tracker import MemoryTracker
 class Block(nn.Module):
     """Draws from all random streams, counts its calls, keeps a list and a tensor, and normalises by its batch."""
 
-    def __init__(self, width: int = 4, hidden: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.BatchNorm1d(hidden)
+        self.up, self.down, self.norm = nn.Linear(4, 16), nn.Linear(16, 4), nn.BatchNorm1d(16)
         self.calls = 0
         self.seen: list[float] = []
         self.total = torch.zeros(1)
@@ -57,12 +57,14 @@ class BlockNet(Net):
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, width: int = 4) -> None:
+    """Keeps of n samples what its second layer takes, 16·n numbers, as input and result of tanh, once."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down, self.drop = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.25)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.25, self.training))
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
 class PlainNet(Net):
@@ -71,122 +73,8 @@ class PlainNet(Net):
         self.net = nn.Sequential(nn.Linear(4, 4), PlainBlock(), PlainBlock(), PlainBlock(), nn.Linear(4, 3))
 
 
-BLOCKS = Case(BlockNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
-PLAIN = Case(PlainNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2})
-
-
-@pytest.mark.parametrize(
-    ("case", "strategy", "devices", "options"),
-    [
-        (BLOCKS, SingleDeviceStrategy, 1, ("always", "except_last", ["net.2"], ["net"])),
-        *((PLAIN, DataParallelStrategy, num, ("always",)) for num in (2, 3)),
-        *(
-            (PLAIN, partial(ModelParallelStrategy, num_microbatches=num), 2, ("always", "except_last"))
-            for num in (1, 3)
-        ),
-    ],
-)
-def test_a_module_trains_bit_by_bit_as_without(case: Case, strategy: Any, devices: int, options: Any) -> None:
-    expected = run(case, strategy(), devices=devices)
-    for option in options:
-        assert_equal(run(case, strategy(recompute=option), devices=devices), expected, 0.0)
-
-
-def test_the_module_is_restored_after_the_run() -> None:
-    module = BlockNet()
-    recompute = Recompute("always", "test")
-    recompute.install(module)
-    assert [name for name, part in module.named_modules() if "forward" in vars(part)] == ["net.1", "net.2", "net.3"]
-    recompute.remove()
-    assert not any("forward" in vars(part) for part in module.modules())
-
-
-def kept_bytes(option: Any, module: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Bytes that a forward pass leaves, and the most at one time in forward and backward."""
-    recompute = Recompute(option, "test")
-    recompute.install(module)
-    tracker = MemoryTracker()
-    for tensor in (x, *module.parameters()):
-        tracker.track(tensor, 0)
-    before = tracker.live[0]
-    with tracker:
-        loss = module(x).sum()
-        kept = tracker.live[0] - before
-        loss.backward()
-    recompute.remove()
-    return kept, tracker.peak[0] - before
-
-
-class Wide(nn.Module):
-    """Leaves what its second layer takes for backward: 5 samples of 64 float32, as input and result of tanh, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 64), nn.Linear(64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
-def test_a_forward_pass_keeps_the_boundaries_alone() -> None:
-    n, boundary, inside = 5, 5 * 4 * 4, 5 * 64 * 4
-    x = torch.randn(n, 4)
-    loss = 4
-    chain = nn.Sequential(Wide(), Wide(), Wide())
-    # 2 boundaries between 3 blocks (the input counts for nobody); the sum keeps nothing
-    assert kept_bytes("never", chain, x)[0] == 2 * boundary + 3 * inside + loss
-    chain.zero_grad()
-    assert kept_bytes("always", chain, x)[0] == 2 * boundary + loss
-    chain.zero_grad()
-    assert kept_bytes("except_last", chain, x)[0] == 2 * boundary + inside + loss
-
-
-def test_the_peak_of_a_step_falls_to_the_boundaries_and_one_part() -> None:
-    deep = nn.Sequential(*(Wide() for _ in range(12)))
-    x = torch.randn(500, 4)
-    boundary, inside = 500 * 4 * 4, 500 * 64 * 4
-    gradients = sum(parameter.nbytes for parameter in deep.parameters())
-    # of one part: its activations, their gradients and a temporary of each
-    limit = 12 * boundary + 4 * inside + gradients
-    peak_without = kept_bytes("never", deep, x)[1]
-    deep.zero_grad()
-    assert kept_bytes("always", deep, x)[1] < limit < 12 * inside < peak_without
-
-
-def test_an_nn_sequential_of_layers_is_recomputed_in_segments() -> None:
-    layers = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2))]
-    chain = nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 2)).double()
-    assert list(units(chain)) == [("0", 3)]  # the square root of 9 layers with weights
-    x = torch.randn(6, 8, dtype=torch.float64)
-    gradients = []
-    for option in ("never", "always", "except_last"):
-        module, recompute = copy.deepcopy(chain), Recompute(option, "test")
-        recompute.install(module)
-        torch.manual_seed(0)
-        module(x).square().mean().backward()
-        gradients.append([p.grad for p in module.parameters()])
-    for found in gradients[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(gradients[0], found, strict=True))
-    never, always = (kept_bytes(option, chain, x)[0] for option in ("never", "always"))
-    assert always < never / 3
-
-
-def test_a_copy_of_the_module_recomputes_its_own_parts() -> None:
-    module = nn.Sequential(Wide(), Wide())
-    recompute = Recompute("always", "test")
-    recompute.install(module)
-    copied = copy.deepcopy(module)
-    copied(torch.ones(2, 4)).sum().backward()
-    assert all(p.grad is not None for p in copied.parameters())
-    assert all(p.grad is None for p in module.parameters())
-
-
-class Penalized(Net):
+class Penalized(PlainNet):
     """The gradient of a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(PlainBlock(), PlainBlock(), nn.Linear(4, 3))
 
     def loss(self, batch: Any) -> Tensor:
         x, y = self.read(batch)
@@ -226,10 +114,86 @@ class Toggled(PlainNet):
         return [torch.optim.SGD(ups, lr=0.05), torch.optim.SGD(rest, lr=0.02)]
 
 
-@pytest.mark.parametrize(("module", "option"), [(Penalized, "always"), (Toggled, "always"), (Toggled, ["net"])])
-def test_graphs_of_gradients_and_parameters_frozen_after_the_forward_pass_are_exact(module: Any, option: Any) -> None:
-    case = Case(module, num=11, batch_size=4)
-    assert_equal(run(case, SingleDeviceStrategy(recompute=option)), run(case, SingleDeviceStrategy()), 0.0)
+BLOCKS = Case(BlockNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
+PLAIN = Case(PlainNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2})
+Stages = partial(ModelParallelStrategy, num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "devices", "options"),
+    [
+        (BLOCKS, SingleDeviceStrategy, 1, ("always", "except_last", ["net.2"], ["net"])),
+        (Case(Penalized, num=11), SingleDeviceStrategy, 1, ("always",)),
+        (Case(Toggled, num=11), SingleDeviceStrategy, 1, ("always", ["net"])),
+        (PLAIN, DataParallelStrategy, 3, ("always",)),
+        (PLAIN, ModelParallelStrategy, 2, ("always",)),
+        (PLAIN, Stages, 2, ("always", "except_last")),
+    ],
+)
+def test_a_module_trains_bit_by_bit_as_without(case: Case, strategy: Any, devices: int, options: Any) -> None:
+    expected = run(case, strategy(), devices=devices)
+    for option in options:
+        assert_equal(run(case, strategy(recompute=option), devices=devices), expected, 0.0)
+
+
+def kept_bytes(option: Any, module: nn.Module, x: Tensor) -> tuple[int, int]:
+    """Bytes that a forward pass leaves, and the most at one time in forward and backward."""
+    module.zero_grad()
+    recompute = Recompute(option, "test")
+    recompute.install(module)
+    tracker = MemoryTracker()
+    for tensor in (x, *module.parameters()):
+        tracker.track(tensor, 0)
+    before = tracker.live[0]
+    with tracker:
+        loss = module(x).sum()
+        kept = tracker.live[0] - before
+        loss.backward()
+    recompute.remove()
+    assert not any("forward" in vars(part) for part in module.modules())
+    return kept, tracker.peak[0] - before
+
+
+def test_a_forward_pass_keeps_the_boundaries_alone() -> None:
+    chain, x = nn.Sequential(*(PlainBlock() for _ in range(3))).eval(), torch.randn(5, 4)
+    boundary, inside, loss = 5 * 4 * 4, 5 * 16 * 4, 4
+    # 2 boundaries between 3 blocks (the input counts for nobody); the sum keeps nothing
+    assert kept_bytes("never", chain, x)[0] == 2 * boundary + 3 * inside + loss
+    assert kept_bytes("always", chain, x)[0] == 2 * boundary + loss
+    assert kept_bytes("except_last", chain, x)[0] == 2 * boundary + inside + loss
+
+
+def test_the_peak_of_a_step_falls_to_the_boundaries_and_one_part() -> None:
+    deep, x = nn.Sequential(*(PlainBlock() for _ in range(24))).eval(), torch.randn(500, 4)
+    boundary, inside = 500 * 4 * 4, 500 * 16 * 4
+    gradients = sum(parameter.nbytes for parameter in deep.parameters())
+    # of one part: its activations, their gradients and a temporary of each
+    limit = 24 * boundary + 4 * inside + gradients
+    assert kept_bytes("always", deep, x)[1] < limit < 24 * inside < kept_bytes("never", deep, x)[1]
+
+
+def test_an_nn_sequential_of_layers_is_recomputed_in_segments() -> None:
+    layers = [layer for _ in range(9) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2))]
+    chain = nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 2)).double()
+    assert list(units(chain)) == [("0", 3)]  # the square root of 9 layers with weights
+    x = torch.randn(6, 8, dtype=torch.float64)
+    gradients, kept = [], []
+    for option in ("never", "always", "except_last"):
+        torch.manual_seed(0)
+        kept.append(kept_bytes(option, chain, x)[0])
+        gradients.append([p.grad.clone() for p in chain.parameters() if p.grad is not None])
+    for found in gradients[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(gradients[0], found, strict=True))
+    assert kept[1] < kept[0] / 3
+
+
+def test_a_copy_of_the_module_recomputes_its_own_parts() -> None:
+    module = nn.Sequential(PlainBlock(), PlainBlock())
+    Recompute("always", "test").install(module)
+    copied = copy.deepcopy(module)
+    copied(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in module.parameters())
 
 
 class Adds(nn.Module):
@@ -243,8 +207,15 @@ class Adds(nn.Module):
         return self.second(torch.tanh(self.first(x.mul_(2))))
 
 
+class Drops(Adds):
+    """Has not saved its input, to which its result is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(nn.functional.dropout(x, 0.5)))
+
+
 class Residual(Net):
-    """Adds a block's result to its input in place, which the block itself has not saved."""
+    """Adds a block's result to its input in place."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -252,17 +223,8 @@ class Residual(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
-        x += self.block(x * 1.0 if isinstance(self.block, Adds) else x)
+        x += self.block(x * 1.0 if type(self.block) is Adds else x)
         return self.head(self.second(x))
-
-
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.linear, self.other = nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.linear(self.drop(x)))
 
 
 @pytest.mark.parametrize(
@@ -270,40 +232,40 @@ class Drops(nn.Module):
     [(Adds, "Adds writes to its input"), (Drops, "Drops has an input that was written to after its forward pass")],
 )
 def test_inputs_that_change_are_refused_before_the_first_step(block: Any, message: str) -> None:
-    case = Case(lambda: Residual(block()), num=8, batch_size=4)
+    case = Case(lambda: Residual(block()), num=8)
     run(case, SingleDeviceStrategy())
     with pytest.raises(ConfigError, match=message):
         run(case, SingleDeviceStrategy(recompute="always"))
 
 
 def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
-    module = nn.Sequential(Wide(), Wide())
+    module = nn.Sequential(PlainBlock(), PlainBlock())
     Recompute("always", "test").install(module)
     loss = module(torch.ones(2, 4)).sum()
     with torch.no_grad():
         module[1].down.bias.add_(1)
-    with pytest.raises(ConfigError, match=r"Wide has a parameter \(down.bias\) that was written to"):
+    with pytest.raises(ConfigError, match=r"PlainBlock has a parameter \(down.bias\) that was written to"):
         loss.backward()
 
 
+class CompiledNet(PlainNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("module", "option", "message"),
     [
-        ("sometimes", "recompute=sometimes is not allowed. Give never, always, except_last or a list"),
-        (["net.nine"], r"Net has no module 'net.nine'; the nearest are net"),
-        ("always", "finds nothing to recompute in Net"),
+        (Net, "sometimes", "recompute=sometimes is not allowed. Give never, always, except_last or a list"),
+        (Net, ["net.nine"], r"Net has no module 'net.nine'; the nearest are net"),
+        (Net, "always", "finds nothing to recompute in Net"),
+        (CompiledNet, "always", "whose compiler decides what is recomputed"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(option: Any, message: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused(module: type[Net], option: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(Case(Net), SingleDeviceStrategy(recompute=option))
-
-
-def test_a_compiled_module_is_refused() -> None:
-    module = nn.Sequential(Wide(), Wide())
-    module.compile(backend="eager")
-    with pytest.raises(ConfigError, match="whose compiler decides what is recomputed"):
-        Recompute("always", "test").install(module)
+        run(Case(module), SingleDeviceStrategy(recompute=option))
 
 
 def test_replicas_in_threads_that_share_the_cpus_random_stream_are_refused() -> None:
@@ -317,17 +279,13 @@ def test_replicas_in_threads_that_share_the_cpus_random_stream_are_refused() -> 
         run(PLAIN, DataParallelStrategy(recompute="always", threads=True), devices=2)
 
 
-class Bypassed(Net):
+class Bypassed(PlainNet):
     """Calls a method of its second block only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = PlainBlock(), PlainBlock(), nn.Linear(4, 3)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second.up(self.first(x))[:, :4])
+        return self.net[4](self.net[3](self.net[2].up(self.net[1](x))[:, :4]))
 
 
 def test_parts_that_are_not_called_are_named() -> None:
-    with pytest.warns(UserWarning, match="recompute=always had no effect on second: the training step does not call"):
+    with pytest.warns(UserWarning, match="recompute=always had no effect on net.2: the training step does not call"):
         run(Case(Bypassed), SingleDeviceStrategy(recompute="always"))

@@ -1,13 +1,23 @@
-"""The schedules, against tables drawn by hand."""
+"""The order of the work on every stage: as it is drawn by hand, and as whole runs have it.
 
+Micro-batches overlap in the schedule's order; where that would go wrong they run one by one: test_kept_state.py.
+"""
+
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
+from regression import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from evener.strategies.pipeline.schedule import ScheduleName, Task, launch_order, most_in_flight, timeline
+from evener.strategies import ModelParallelStrategy
+from evener.strategies.pipeline.schedule import ScheduleName, Task, most_in_flight, stage_order, timeline
 
-BOTH: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
-SIZES = list(product(range(1, 7), range(1, 5)))
+SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 
 
 def needs(task: Task, num_stages: int) -> set[Task]:
@@ -17,22 +27,13 @@ def needs(task: Task, num_stages: int) -> set[Task]:
     return {task._replace(stage=task.stage + 1)} if task.stage < num_stages - 1 else {task._replace(phase="F")}
 
 
-def drawn(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[str]:
-    ticks = timeline(name, num_microbatches, num_stages)
-    cells = [{task.stage: f"{task.phase}{task.microbatch}" for task in tick} for tick in ticks]
-    return [" ".join(cell.get(stage, ". ") for cell in cells) for stage in range(num_stages)]
-
-
 @pytest.mark.parametrize(
     ("name", "num_microbatches", "table"),
     [
-        *((name, 1, ["F0 B0"]) for name in BOTH),
-        *((name, 1, ["F0 .  .  B0", ".  F0 B0 . "]) for name in BOTH),
-        ("gpipe", 3, ["F0 F1 F2 B2 B1 B0"]),
-        ("gpipe", 4, ["F0 F1 F2 F3 .  .  B3 B2 B1 B0", ".  F0 F1 F2 F3 B3 B2 B1 B0 . "]),
-        ("gpipe", 2, ["F0 F1 .  .  .  .  B1 B0", ".  F0 F1 .  .  B1 B0 . ", ".  .  F0 F1 B1 B0 .  . "]),
         ("1f1b", 3, ["F0 B0 F1 B1 F2 B2"]),
         ("1f1b", 4, ["F0 F1 .  B0 F2 B1 F3 B2 .  B3", ".  F0 B0 F1 B1 F2 B2 F3 B3 . "]),
+        ("gpipe", 4, ["F0 F1 F2 F3 .  .  B3 B2 B1 B0", ".  F0 F1 F2 F3 B3 B2 B1 B0 . "]),
+        ("gpipe", 2, ["F0 F1 .  .  .  .  B1 B0", ".  F0 F1 .  .  B1 B0 . ", ".  .  F0 F1 B1 B0 .  . "]),
         (
             "1f1b",
             4,
@@ -45,37 +46,133 @@ def drawn(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[st
     ],
 )
 def test_a_schedule_equals_the_table(name: ScheduleName, num_microbatches: int, table: list[str]) -> None:
-    assert drawn(name, num_microbatches, len(table)) == table
+    ticks = timeline(name, num_microbatches, len(table))
+    cells = [{task.stage: f"{task.phase}{task.microbatch}" for task in tick} for tick in ticks]
+    assert [" ".join(cell.get(stage, ". ") for cell in cells) for stage in range(len(table))] == table
 
 
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
-def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(
-    num_microbatches: int, num_stages: int, name: ScheduleName
-) -> None:
-    ticks = timeline(name, num_microbatches, num_stages)
-    tick_of = {task: tick for tick, tasks in enumerate(ticks) for task in tasks}
-    assert len(ticks) == 2 * (num_microbatches + num_stages - 1)
-    assert len(tick_of) == 2 * num_microbatches * num_stages
-    assert len({(tick, task.stage) for task, tick in tick_of.items()}) == len(tick_of)
-    for task, tick in tick_of.items():
-        assert all(tick_of[other] < tick for other in needs(task, num_stages))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_task_runs_after_what_it_needs_and_no_stage_does_two(name: ScheduleName) -> None:
+    for num, num_stages in product(range(1, 7), range(1, 5)):
+        ticks = timeline(name, num, num_stages)
+        tick_of = {task: tick for tick, tasks in enumerate(ticks) for task in tasks}
+        assert len(ticks) == 2 * (num + num_stages - 1)
+        assert len(tick_of) == 2 * num * num_stages
+        assert len({(tick, task.stage) for task, tick in tick_of.items()}) == len(tick_of)
+        for task, tick in tick_of.items():
+            assert all(tick_of[other] < tick for other in needs(task, num_stages))
+        to_the_last = [min(num, num_stages - stage) for stage in range(num_stages)]
+        assert most_in_flight(name, num, num_stages) == (to_the_last if name == "1f1b" else [num] * num_stages)
 
 
-@pytest.mark.parametrize(("num_microbatches", "num_stages"), SIZES)
-def test_stages_keep_as_many_micro_batches_as_there_are_stages_to_the_last(
-    num_microbatches: int, num_stages: int
-) -> None:
-    to_the_last = [min(num_microbatches, num_stages - stage) for stage in range(num_stages)]
-    assert most_in_flight("1f1b", num_microbatches, num_stages) == to_the_last
-    assert most_in_flight("gpipe", num_microbatches, num_stages) == [num_microbatches] * num_stages
+class Tell(torch.autograd.Function):
+    """The identity, which tells forward and backward to a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tell: Any) -> Tensor:
+        ctx.tell = partial(tell, round(x[0].item()))
+        ctx.tell("F")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.tell("B")
+        return grads[0], None
 
 
-def launched(name: ScheduleName, num_microbatches: int, num_stages: int) -> str:
-    order = launch_order(name, num_microbatches, num_stages)
-    return " ".join(f"F{t.microbatch}.{t.stage}" if t.phase == "F" else f"B{t.microbatch}" for t in order)
+class Stage(nn.Module):
+    """Tells who is on it; a micro-batch is one sample, which is its number."""
+
+    def __init__(self, tell: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.tell = [tell]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tell.apply(x * self.scale, self.tell[0])
 
 
-def test_one_thread_launches_forward_by_stages_and_backward_whole() -> None:
-    assert launched("1f1b", 3, 2) == "F0.0 F1.0 F0.1 B0 F2.0 F1.1 B1 F2.1 B2"
-    assert launched("gpipe", 3, 2) == "F0.0 F1.0 F0.1 F2.0 F1.1 F2.1 B2 B1 B0"
+class Told(pl.LightningModule):
+    """Notes, by step, the tasks and the gradients of its stages."""
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__()
+        self.orders: list[list[Task]] = []
+        self.gradients: list[list[float]] = []
+        self.stages = nn.Sequential(*(Stage(partial(self.tell, stage)) for stage in range(num_stages)))
+
+    def tell(self, stage: int, microbatch: int, phase: Any) -> None:
+        self.orders[-1].append(Task(phase, microbatch, stage))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.orders.append([])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return nn.functional.dropout(self.stages(batch), 0.5).mean()  # random numbers don't keep it from overlapping
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.gradients.append([float(stage.scale.grad) for stage in self.stages])  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fitted(module: Told, num_microbatches: int, schedule: ScheduleName = "1f1b") -> Told:
+    """Three steps, of which the first is watched, and runs in order."""
+    strategy = ModelParallelStrategy(num_microbatches=num_microbatches, schedule=schedule, optimizer_copies=0)
+    data: Any = [torch.arange(float(num_microbatches))] * 3
+    quiet_trainer(strategy, len(module.stages), max_epochs=1).fit(module, DataLoader(data, batch_size=None))
+    return module
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_stages", "num"), [(2, 4), (4, 5), (3, 2)])
+def test_every_stage_serves_in_the_order_of_the_schedule(num_stages: int, num: int, schedule: ScheduleName) -> None:
+    for order in fitted(Told(num_stages), num, schedule).orders[1:]:
+        for stage in range(num_stages):
+            assert [task for task in order if task.stage == stage] == stage_order(schedule, num, num_stages, stage)
+
+
+class Fails(Told):
+    """Fails in the second step, backward."""
+
+    def tell(self, stage: int, microbatch: int, phase: Any) -> None:
+        super().tell(stage, microbatch, phase)
+        if len(self.orders) == 2 and (stage, microbatch, phase) == (0, 1, "B"):
+            raise ValueError("broken")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_failed_backward_is_named(schedule: ScheduleName) -> None:
+    with pytest.raises(ValueError, match=r"broken \[backward of micro-batch 2 of 3, 1 of 3 samples, on cpu"):
+        fitted(Fails(2), 3, schedule)
+
+
+class Skipping(Told):
+    """Passes over stage 1, and comes back to it, and to stage 0."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for stage in (2, 1, 0, 2):
+            x = self.stages[stage](x)
+        return x.mean()
+
+
+def test_a_micro_batch_may_pass_over_a_stage_and_come_back_to_it() -> None:
+    # the mean of x·s₀·s₁·s₂² over x = 0, ..., 4
+    assert fitted(Skipping(3), 5).gradients == [[2.0, 2.0, 4.0]] * 3
+
+
+class Penalized(Told):
+    """A step that differentiates by its input goes backward through the stages before it has been forward."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.stages(x).sum(), x, create_graph=True)
+        return (self.stages(x) + slope.square()).mean()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_that_a_step_computes_itself_take_no_turns(schedule: ScheduleName) -> None:
+    # d/ds of the mean of x·s·s' + (s·s')² is that of x + 2 over x = 0, 1, 2, 3
+    assert fitted(Penalized(2), 4, schedule).gradients == [[3.5, 3.5]] * 3

@@ -1,32 +1,42 @@
-"""Cutting modules into stages."""
+"""Cutting modules into stages, and where parts, outputs and optimizer state go; `meta` stands for a second device."""
+
+import copy
+import pickle
+import random
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from stage_modules import DeepNet
+from torch import Tensor, nn
 
 from evener.strategies import ConfigError
+from evener.strategies.core.optimizer_states import state_to_parameters
 from evener.strategies.pipeline._plan import auto_plan, balanced_cut, found_plan, named_plan, plan_rows, verify_manual
 from evener.strategies.pipeline.module_parts import Part, find_parts, part_bytes
+from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import Stages
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Residual(nn.Sequential):
     """A container whose forward adds its input: it must not be cut inside."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
 
 class Small(nn.Module):
     """Four blocks between an embedding and a head."""
 
-    def __init__(self, tied: bool = False, width: int = 4) -> None:
+    def __init__(self, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Linear(width, width, bias=False)
+        self.embed = nn.Linear(4, 4, bias=False)
         self.drop = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Residual(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
-        self.head = nn.Linear(width, width, bias=False)
+        self.blocks = nn.ModuleList(Residual(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))
+        self.head = nn.Linear(4, 4, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -41,38 +51,24 @@ class Wrapper(nn.Module):
 
 
 LAYER = nn.TransformerEncoderLayer(4, 2, 8)
-
-
-def names(parts: list[Part]) -> list[str]:
-    return [part.name for part in parts]
+ENCODER = nn.TransformerEncoder(LAYER, 2, enable_nested_tensor=False)
+BLOCKS = ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
 
 
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (Small(), ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]),  # not what is inside the blocks
+        (Small(), BLOCKS),  # not what is inside the blocks
         (nn.Sequential(LAYER, nn.Linear(4, 4)), ["0", "1"]),  # a torch layer with children is one part
-        (
-            nn.ModuleDict({"net": nn.TransformerEncoder(LAYER, 2, enable_nested_tensor=False)}),
-            ["net.layers.0", "net.layers.1"],
-        ),
+        (nn.ModuleDict({"net": ENCODER}), ["net.layers.0", "net.layers.1"]),
+        (Wrapper(), ["model", *(f"model.{name}" for name in BLOCKS)]),  # its own tensors are a part, too
     ],
 )
-def test_parts_are_blocks(module: nn.Module, expected: list[str]) -> None:
-    assert names(find_parts(module)) == expected
-
-
-def test_a_lone_child_is_opened_and_its_own_tensors_are_a_part() -> None:
-    parts = find_parts(Wrapper())
-    assert names(parts)[:3] == ["model", "model.embed", "model.blocks.0"]
-    assert [part.loose for part in parts[:3]] == [True, False, False]
-
-
-def test_parts_hold_every_tensor_once() -> None:
-    module = Wrapper()
-    held = [tensor for part in find_parts(module) for tensor in part.tensors]
-    assert {id(t) for t in held} == {id(t) for t in (*module.parameters(), *module.buffers())}
-    assert len(held) == len({id(t) for t in held})
+def test_parts_are_blocks_and_hold_every_tensor_once(module: nn.Module, expected: list[str]) -> None:
+    parts = find_parts(module)
+    assert [part.name for part in parts] == expected
+    held = [id(tensor) for part in parts for tensor in part.tensors]
+    assert sorted(held) == sorted({id(tensor) for tensor in (*module.parameters(), *module.buffers())})
 
 
 def test_lazy_parameters_are_refused() -> None:
@@ -87,39 +83,19 @@ def test_part_bytes_by_hand() -> None:
     assert part_bytes(Part("x", (weight, buffer, frozen), loose=False), optimizer_copies=2) == 4 * 40 + 12 + 20
 
 
-@pytest.mark.parametrize(
-    ("costs", "num", "expected"),
-    [
-        ([1, 1, 1, 1], 2, [2, 2]),
-        ([5, 1, 1, 1, 1], 2, [1, 4]),
-        ([1, 2, 3, 4, 5], 3, [3, 1, 1]),
-        ([9, 1, 1], 3, [1, 1, 1]),
-    ],
-)
-def test_cut_by_hand(costs: list[int], num: int, expected: list[int]) -> None:
-    assert balanced_cut(costs, [1] * num) == expected
-
-
-def test_auto_plan_by_hand() -> None:
-    # costs in parameters: embed 16, four blocks of 20, head 16: 56 on each side of the middle
-    plan = auto_plan(Small(), 2)
-    assert dict(plan.stage_of) == {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}
-
-
-def test_tied_weights_stay_on_one_stage() -> None:
-    plan = auto_plan(Small(tied=True), 3)
-    assert plan.stage_of["head"] == plan.stage_of["embed"] == 0
-    named = named_plan(Small(tied=True), 2, ["blocks.2"])
-    assert (named.stage_of["head"], named.stage_of["blocks.3"]) == (0, 1)
-
-
-def test_loose_tensors_go_with_the_part_that_follows() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), Wrapper())
-    plan = named_plan(module, 2, ["1.model.embed"])
-    assert (plan.stage_of["0"], plan.stage_of["1.model"]) == (0, 0)  # registered before the name
-    assert (plan.stage_of["1.model.embed"], plan.stage_of["1.model.head"]) == (1, 1)
-    auto = auto_plan(Wrapper(), 6)
-    assert auto.stage_of["model"] == auto.stage_of["model.embed"] == 0
+def test_cuts_equal_brute_force() -> None:
+    assert balanced_cut([3, 3, 3, 1, 1, 1], [1, 1]) == [2, 4]
+    assert balanced_cut([3, 3, 3, 1, 1, 1], [1, 2]) == [1, 5]  # 3 and 9 / 2
+    generator = random.Random(0)
+    for _ in range(200):
+        costs = [generator.randint(1, 9) for _ in range(generator.randint(3, 9))]
+        weights = [generator.choice([0.5, 1, 2, 3]) for _ in range(generator.randint(1, 3))]
+        cuts = combinations(range(1, len(costs)), len(weights) - 1)
+        largest = {
+            tuple(b - a for a, b in edges): max(sum(costs[a:b]) / w for (a, b), w in zip(edges, weights, strict=True))
+            for edges in ([*pairwise([0, *cut, len(costs)])] for cut in cuts)
+        }
+        assert largest[tuple(balanced_cut(costs, weights))] == min(largest.values())
 
 
 def test_optimizer_copies_move_the_cut() -> None:
@@ -131,16 +107,34 @@ def test_optimizer_copies_move_the_cut() -> None:
     assert list(auto_plan(module, 2, optimizer_copies=2).stage_of.values()) == [0, 0, 1]
 
 
+def test_tied_weights_stay_on_one_stage() -> None:
+    plan = auto_plan(Small(tied=True), 3)
+    assert plan.stage_of["head"] == plan.stage_of["embed"] == 0
+    named = named_plan(Small(tied=True), 2, ["blocks.2"])
+    assert (named.stage_of["head"], named.stage_of["blocks.3"]) == (0, 1)
+
+
+def test_loose_tensors_go_with_the_part_that_follows() -> None:
+    plan = named_plan(nn.Sequential(nn.Linear(2, 2), Wrapper()), 2, ["1.model.embed"])
+    assert (plan.stage_of["0"], plan.stage_of["1.model"]) == (0, 0)  # registered before the name
+    assert (plan.stage_of["1.model.embed"], plan.stage_of["1.model.head"]) == (1, 1)
+    auto = auto_plan(Wrapper(), 6)
+    assert auto.stage_of["model"] == auto.stage_of["model.embed"] == 0
+
+
 @pytest.mark.parametrize(
-    ("num", "partition", "expected"),
+    ("partition", "expected"),
     [
-        (3, ["blocks.1", "head"], {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1, "head": 2}),
+        (["blocks.1", "head"], {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1, "head": 2}),
         # what must be is opened
-        (2, ["blocks.1.0"], {"embed": 0, "blocks.0": 0, "blocks.1.0": 1, "blocks.2": 1, "blocks.3": 1, "head": 1}),
+        (["blocks.1.0"], {"embed": 0, "blocks.0": 0, "blocks.1.0": 1, "blocks.2": 1, "blocks.3": 1, "head": 1}),
+        # costs in parameters: embed 16, four blocks of 20, head 16: 56 on each side of the middle
+        ("auto", {"embed": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1, "head": 1}),
     ],
 )
-def test_named_plan_by_hand(num: int, partition: list[str], expected: dict[str, int]) -> None:
-    assert dict(named_plan(Small(), num, partition).stage_of) == expected
+def test_plans_by_hand(partition: Any, expected: dict[str, int]) -> None:
+    plan = auto_plan(Small(), 2) if partition == "auto" else named_plan(Small(), len(partition) + 1, partition)
+    assert dict(plan.stage_of) == expected
 
 
 @pytest.mark.parametrize(
@@ -161,57 +155,44 @@ def test_manual_placement_that_is_not_finished_is_refused() -> None:
     module = Small()
     module.blocks[1].to("meta")
     verify_manual(Small(), [CPU, CPU])
-    with pytest.raises(
-        ConfigError, match=r"manual: blocks\.1\.0\.weight on meta, blocks\.1\.0\.bias on meta; the devices .* cpu, cpu"
-    ):
+    told = r"manual: blocks\.1\.0\.weight on meta, blocks\.1\.0\.bias on meta; the devices .* cpu, cpu"
+    with pytest.raises(ConfigError, match=told):
         verify_manual(module, [CPU, CPU])
 
 
-def test_table_by_hand() -> None:
+def test_tables_by_hand() -> None:
     module = Small(tied=True)
     assert plan_rows(module, named_plan(module, 2, ["blocks.2"]), [CPU, torch.device("cuda:1")]) == [
         ("0", "cpu", "embed, blocks.0-1, head", "56", "224"),
         ("1", "cuda:1", "blocks.2-3", "40", "160"),
     ]
-
-
-def test_a_placement_by_hand_is_described() -> None:
     module = Small()
     module.blocks[2:].to("meta")
     module.head.to("meta")
-    devices = [CPU, torch.device("meta")]
-    assert plan_rows(module, found_plan(module, devices), devices) == [
+    assert plan_rows(module, found_plan(module, [CPU, META]), [CPU, META]) == [
         ("0", "cpu", "embed, blocks.0-1", "56", "224"),
         ("1", "meta", "blocks.2-3, head", "56", "224"),
     ]
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+class Opaque(nn.Module):
+    """May do anything between its children."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(torch.tanh(self.mix(x)))
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
-class Body(nn.Module):
-    """Two embeddings, which are added, before its layers, as in transformers."""
+class Body(Opaque):
+    """Two embeddings before its layers, as in transformers."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.tokens, self.places = embedding, nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Residual(nn.Linear(4, 4)) for _ in range(4))
         self.norm = nn.LayerNorm(4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(x) + self.places(torch.arange(x.shape[1]))
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
 
-
-class Tied(nn.Module):
+class Tied(Opaque):
     """An encoder and a decoder within a module with a head, all with one embedding."""
 
     def __init__(self) -> None:
@@ -221,11 +202,8 @@ class Tied(nn.Module):
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.decoder(x) + self.encoder(x))
 
-
-def test_modules_whose_parts_are_all_tied_are_opened_down_to_their_layers() -> None:
+def test_modules_whose_parts_are_all_tied_are_opened_down_to_their_layers_and_no_others() -> None:
     """They were one part, and the user had to name the cut: GPT-2 and T5."""
     plan = auto_plan(nn.ModuleDict({"model": Tied()}), 3)
     stages = {name.removeprefix("model."): stage for name, stage in plan.stage_of.items()}
@@ -235,7 +213,44 @@ def test_modules_whose_parts_are_all_tied_are_opened_down_to_their_layers() -> N
     chain += [f"decoder.layers.{i}" for i in range(4)] + ["decoder.norm"]
     assert [stages[name] for name in chain] == sorted(stages[name] for name in chain)
     assert stages["decoder.places"] == stages["decoder.layers.0"] > 0
-
-
-def test_modules_with_enough_parts_are_not_opened() -> None:
     assert list(auto_plan(nn.Sequential(Body(nn.Embedding(10, 4)), nn.Linear(4, 4)), 2).stage_of) == ["0", "1"]
+
+
+def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, Stages]:
+    module, layout = DeepNet(), Stages(devices, StageOptions(**options))
+    layout.place(module)
+    return module, layout
+
+
+def test_parts_go_to_their_devices_and_outputs_to_the_meeting_device() -> None:
+    module, _ = placed([CPU, META], partition=["net.blocks.2"])  # meta is a device, too
+    where = {name: p.device for name, p in module.named_parameters()}
+    assert {name for name, device in where.items() if device == CPU} == {
+        *("net.enter.weight", "net.enter.bias"),
+        *(f"net.blocks.{i}.linear.{kind}" for i in range(2) for kind in ("weight", "bias")),
+    }
+    assert module.device == module(torch.zeros(2, 4)).device == META
+    module, layout = placed([META, CPU], output_device="first")
+    assert (layout.meeting_device, module.device) == (META, META)
+
+
+def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(3, device=META))
+    optimizer = torch.optim.Adagrad([parameter])  # makes its state when it is made
+    optimizer.state[parameter]["sum"] = torch.ones(3)  # on the root device, where Lightning puts it
+    state_to_parameters(optimizer)
+    assert optimizer.state[parameter]["sum"].device == META
+    assert optimizer.state[parameter]["step"].device == CPU
+
+
+def test_copies_of_a_placed_module_and_of_a_part_compute_what_they_do_in_another_process_too() -> None:
+    module, stages = placed([CPU, CPU])  # a callback that averages weights makes a copy when training begins
+    x = torch.ones(2, 4)
+    before, average, part = module(x), copy.deepcopy(module), copy.deepcopy(module.net.enter)
+    assert torch.allclose(pickle.loads(pickle.dumps(part))(x), module.net.enter(x))
+    stages.remove()
+    assert all(not own._forward_pre_hooks for own in module.modules())
+    with torch.no_grad():
+        module.net.leave.weight.add_(1.0)
+    assert torch.allclose(average(x), before)
+    assert not torch.allclose(module(x), before)

@@ -2,10 +2,7 @@
 
 import logging
 import os
-import random
 import warnings
-from functools import partial
-from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -16,13 +13,12 @@ from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
 from evener.strategies.pipeline import _time_balance, stages
-from evener.strategies.pipeline._plan import balanced_cut
 from evener.strategies.pipeline._time_balance import PartTimes, TimeBalance
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-ByTime = partial(ModelParallelStrategy, balance="time", num_microbatches=2, deterministic=False, optimizer_copies=0)
+BY_TIME: dict[str, Any] = {"balance": "time", "num_microbatches": 2, "deterministic": False, "optimizer_copies": 0}
 CLOCK = [0.0]
 
 
@@ -60,27 +56,31 @@ class Slow(nn.Module):
 
 
 class SlowNet(Net):
-    """Six layers of equal size, of which the first three take three times as long."""
+    """Six layers of equal size, of which the first three take three times as long; notes their stages at the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(Slow(3.0) for _ in range(3)), *(Slow(1.0) for _ in range(2)), Slow(1.0, CLASSES))
+        self.stages: list[int] = []
+
+    def on_train_end(self) -> None:
+        layout = getattr(self.trainer.strategy, "layout", None)
+        self.stages = [] if layout is None else list(layout.stages.plan.stage_of.values())
 
 
-def stages_of(module: Net, **options: Any) -> list[int]:
+SLOW = Case(SlowNet, num=48)
+
+
+def stages_of(**options: Any) -> list[int]:
     """Train, and tell the stage of each part at the end."""
-    found: list[list[int]] = []
-    module.on_train_end = lambda: found.append(  # type: ignore[method-assign]
-        list(module.trainer.strategy.layout.stages.plan.stage_of.values())  # type: ignore[attr-defined]
-    )
-    fit(Case(SlowNet, num=24), module, ByTime(**options))
-    return found[0]
+    module: Any = make_module(SLOW)
+    fit(SLOW, module, ModelParallelStrategy(**BY_TIME, **options))
+    return module.stages
 
 
 def test_the_cut_moves_to_where_stages_take_the_same_time(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        found = stages_of(make_module(Case(SlowNet)))
-    assert found == [0, 0, 1, 1, 1, 1]  # forward 6 and 6 seconds, backward twice that
+        assert stages_of() == [0, 0, 1, 1, 1, 1]  # forward 6 and 6 seconds, backward twice that
     told = [record.getMessage() for record in caplog.records if "balance=time" in record.getMessage()]
     assert [line.split(":\n")[0] for line in told] == [
         "balance=time: milliseconds of a micro-batch by stage, 27000.00 9000.00 as it was cut by memory, "
@@ -90,25 +90,27 @@ def test_the_cut_moves_to_where_stages_take_the_same_time(caplog: pytest.LogCapt
 
 def test_a_device_of_twice_the_speed_gets_twice_the_work() -> None:
     # measured on devices of speeds 1 and 2, each layer's work is 3 3 3 2 2 2: 3 | 12 / 2, and not 6 | 9 / 2
-    assert stages_of(make_module(Case(SlowNet)), device_weights=[1, 2]) == [0, 0, 1, 1, 1, 1]
-    assert stages_of(make_module(Case(SlowNet)), device_weights=[1, 5]) == [0, 1, 1, 1, 1, 1]
+    assert stages_of(device_weights=[1, 2]) == [0, 0, 1, 1, 1, 1]
+    assert stages_of(device_weights=[1, 5]) == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_training_equals_one_device_before_and_after(schedule: Any) -> None:
     case = Case(SlowNet, num=46, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
-    assert_equal(run(case, ByTime(schedule=schedule), devices=2), baseline(case), 1e-10)
+    strategy = ModelParallelStrategy(schedule=schedule, **BY_TIME)
+    assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Slow(3.0), Slow(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Late.apply(self.second(self.first(x)), 5.0)  # counts for the part before it
 
 
 def test_parts_are_timed_forward_and_backward_the_first_one_too() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Slow(3.0), Slow(1.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Late.apply(self.second(self.first(x)), 5.0)  # counts for the part before it
-
     module = Two()
     times = PartTimes(module, {"first": CPU, "second": CPU})
     for _ in range(2):
@@ -121,47 +123,28 @@ def test_parts_are_timed_forward_and_backward_the_first_one_too() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
-def test_gradients_and_optimizer_state_move_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: dict[str, torch.device] = {}
-    followed: list[Any] = []
-    monkeypatch.setattr(stages, "place_parts", lambda module, device_of, elsewhere: moved.update(device_of))
-    monkeypatch.setattr(_time_balance, "state_to_parameters", followed.append)
-    module: Any = make_module(Case(SlowNet))
+def _moved() -> TimeBalance:
+    module: Any = make_module(SLOW)
     layout = Stages([CPU, META], StageOptions(balance="time", num_microbatches=2, optimizer_copies=0))
     layout.place(module)
-    assert [device.type for device in moved.values()] == ["cpu"] * 3 + ["meta"] * 3
-    trainer: Any = type("Optimized", (), {"optimizers": ["first", "second"]})()
-    module._trainer = trainer
-    TimeBalance(module, layout)._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
-    assert [device.type for device in moved.values()] == ["cpu"] * 2 + ["meta"] * 4
-    assert followed == ["first", "second"]  # see test_stage_layout.py for what becomes of their state
+    module._trainer = type("Optimized", (), {"optimizers": ["first", "second"]})()
+    balance = TimeBalance(module, layout)
+    balance._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
+    return balance
+
+
+def test_optimizer_state_moves_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[Any] = []
+    monkeypatch.setattr(stages, "place_parts", lambda *_: None)  # to meta, torch makes new parameters
+    monkeypatch.setattr(_time_balance, "state_to_parameters", followed.append)
+    devices = _moved().stages.device_of_parts().values()
+    assert [device.type for device in devices] == ["cpu"] * 2 + ["meta"] * 4
+    assert followed == ["first", "second"]  # see test_stage_plan.py for what becomes of their state
 
 
 def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
-    module: Any = make_module(Case(SlowNet))
-    layout = Stages([CPU, META], StageOptions(balance="time", num_microbatches=2, optimizer_copies=0))
-    layout.place(module)
     with pytest.raises(ConfigError, match="optimizers would go on with the old ones"):
-        TimeBalance(module, layout)._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
-
-
-def test_weighted_cuts_equal_brute_force() -> None:
-    assert balanced_cut([3, 3, 3, 1, 1, 1], [1, 1]) == [2, 4]
-    assert balanced_cut([3, 3, 3, 1, 1, 1], [1, 2]) == [1, 5]  # 3 and 9 / 2
-    assert balanced_cut([1, 1, 1, 1, 1, 1], [1, 2, 3]) == [1, 2, 3]
-    generator = random.Random(0)
-    for _ in range(200):
-        costs = [generator.randint(1, 9) for _ in range(generator.randint(3, 9))]
-        weights = [generator.choice([0.5, 1, 2, 3]) for _ in range(generator.randint(1, 3))]
-        cuts = combinations(range(1, len(costs)), len(weights) - 1)
-        edges = [[*pairwise([0, *cut, len(costs)])] for cut in cuts]
-        best = min(max(sum(costs[a:b]) / w for (a, b), w in zip(edge, weights, strict=True)) for edge in edges)
-        sizes = iter(balanced_cut(costs, weights))
-        found, start = 0.0, 0
-        for weight, size in zip(weights, sizes, strict=True):
-            found = max(found, sum(costs[start : start + size]) / weight)
-            start += size
-        assert found == pytest.approx(best)
+        _moved()
 
 
 @pytest.mark.parametrize(
@@ -180,36 +163,31 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         fit(Case(), make_module(Case()), ModelParallelStrategy(**options))
 
 
+class Counted(DDPModelParallelStrategy):
+    """Counts how often its module is wrapped."""
+
+    num_wrapped = 0
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.num_wrapped += 1
+
+
 def _train_by_time() -> tuple[list[int], int, Tensor]:
     """A rank's stages at the end, the number of times that its module was wrapped, and the weights."""
     warnings.simplefilter("ignore")  # Lightning's advice
     _time_balance.time_mark = lambda _: CLOCK[0]
-    wrapped: list[int] = []
-
-    class Counted(DDPModelParallelStrategy):
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-            wrapped.append(1)
-
-    case, module = Case(SlowNet, num=48), make_module(Case(SlowNet))
+    module: Any = make_module(SLOW)
     if os.environ["RANK"] == "1":  # where the other rank has 3 3 3 1 1 1, which it would cut into 6 and 6 alone
         for layer, seconds in zip(module.net, (9.0, 1.0, 1.0, 1.0, 1.0, 1.0), strict=True):
             layer.seconds = seconds
-    found: list[list[int]] = []
-    module.on_train_end = lambda: found.append(  # type: ignore[method-assign]
-        list(module.trainer.strategy.layout.stages.plan.stage_of.values())  # type: ignore[attr-defined]
-    )
-    options: Any = {"balance": "time", "num_microbatches": 2, "deterministic": False, "optimizer_copies": 0}
-    strategy = Counted(batch_size_is="global", timeout_s=60, **options)
-    fit(case, module, strategy, devices=4)
-    return found[0], len(wrapped), torch.cat([p.detach().flatten() for p in module.parameters()])
+    strategy = Counted(batch_size_is="global", timeout_s=60, **BY_TIME)
+    fit(SLOW, module, strategy, devices=4)
+    return module.stages, strategy.num_wrapped, torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def test_ranks_cut_alike_by_their_average_times_and_train_as_one_device() -> None:
-    module = make_module(Case(SlowNet))
-    fit(Case(SlowNet, num=48), module, "single_device", devices=1)
-    expected = torch.cat([p.detach().flatten() for p in module.parameters()])
     for stages_found, num_wrapped, weights in run_ranks(_train_by_time, 2, timeout_s=100):
         assert stages_found == [0, 1, 1, 1, 1, 1]  # of 6 2 2 1 1 1 on the average: 6 and 7
         assert num_wrapped == 2
-        assert (weights - expected).abs().max() <= 1e-10
+        assert (weights - baseline(SLOW).weights).abs().max() <= 1e-10

@@ -1,0 +1,291 @@
+"""strategy=model_parallel: placement, micro-batches, parity beyond test_parity.py, and refusals."""
+
+import logging
+import threading
+import weakref
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity import FEATURES, Case, GroupsNet, Net, assert_equal, baseline, fit, make_module, make_trainer, run
+from pytorch_lightning.plugins import MixedPrecision
+from stage_modules import DEEP, DeepNet, SquareNet
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
+from evener.trainer import Trainer
+
+Halves = partial(ModelParallelStrategy, num_microbatches=2)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 1), (3, 2), (4, 3), (4, 4)])
+def test_deep_module_equals_one_device(num_stages: int, num_microbatches: int) -> None:
+    found = run(DEEP, ModelParallelStrategy(num_microbatches=num_microbatches), devices=num_stages)
+    assert_equal(found, baseline(DEEP), 1e-10)
+
+
+class CheckpointedNet(DeepNet):
+    """Its blocks are computed once more in backward: all four together, on two stages."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = nn.Sequential(*self.net["blocks"])
+        x = self.net["enter"](x)
+        x = checkpoint(blocks, x, use_reentrant=self.reentrant) if self.training else blocks(x)
+        return self.net["leave"](x)
+
+
+class ReentrantNet(CheckpointedNet):
+    """The same, by torch's older way, whose backward runs a backward pass inside."""
+
+    reentrant = True
+
+
+class BranchedNet(Net):
+    """Its first layer is used beside all others too: backward comes to stage 0 before it has left the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.net[0](x)[:, :3].tanh()
+
+
+class Registers(Net):
+    """Registers a hook in every step, which each micro-batch that had registered one called."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+        return super().training_step(batch, batch_idx)
+
+
+class RegistersOnAParameter(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 1.5)
+        return super().training_step(batch, batch_idx)
+
+
+class RegistersOnce(Net):
+    """Registers a hook in the first step, as an attribute says."""
+
+    has_hook = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.has_hook:
+            self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
+            self.has_hook = True
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.timeout(600, method="thread")  # modules that were called in backward waited for a turn for ever
+@pytest.mark.parametrize(
+    ("module", "num_stages"),
+    [
+        *product((CheckpointedNet, ReentrantNet), (2, 3)),
+        *product((BranchedNet, SquareNet, Registers, RegistersOnAParameter, RegistersOnce), (2,)),
+    ],
+)
+def test_backward_passes_that_come_back_and_hooks_equal_one_device(module: type[Net], num_stages: int) -> None:
+    found = run(Case(module), ModelParallelStrategy(num_microbatches=3), devices=num_stages)
+    assert_equal(found, baseline(Case(module)), 1e-10)
+
+
+def scaled() -> Any:
+    """float16 with a gradient scaler, on the CPU."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+
+
+@pytest.mark.parametrize("clip", [0.1, None])  # where clipping hides a scale
+def test_gradient_scaler_equals_one_device(clip: float | None) -> None:
+    case = Case(GroupsNet, dtype=torch.float32, num=22, trainer={"gradient_clip_val": clip})
+    one = run(case, "single_device", devices=1, plugins=[scaled()])
+    many = run(case, Halves(), devices=2, plugins=[scaled()])
+    assert (many.weights - one.weights).abs().max() < 2e-3  # of half precision
+    assert (many.weights - baseline(case).weights).abs().max() < 2e-2
+
+
+class Overflows(Net):
+    """The gradient of its first stage overflows in step 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        factor = float("inf") if self.global_step == 0 and batch_idx == 0 else 1.0
+        return loss + (self.net[0].weight * 0.0).sum() * factor
+
+
+def test_gradient_scaler_skips_the_step_of_all_stages_when_one_overflows() -> None:
+    case = Case(Overflows, dtype=torch.float32, num=4, trainer={"max_epochs": 1})
+    before = torch.cat([p.detach().flatten() for p in make_module(case).parameters()]).double()
+    plugin = scaled()
+    assert torch.equal(run(case, Halves(), devices=2, plugins=[plugin]).weights, before)
+    assert plugin.scaler.get_scale() == 32.0
+
+
+class NormNet(Net):
+    """Batch statistics, which one sample has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def test_no_micro_batch_of_one_sample_where_batches_are_normalised() -> None:
+    # 3 samples in 3 micro-batches: 1 1 1 would fail; they are merged
+    run(Case(NormNet, num=3, batch_size=3), ModelParallelStrategy(num_microbatches=3), devices=2)
+
+
+def test_the_plan_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        module = make_module(DEEP)
+        trainer = fit(DEEP, module, ModelParallelStrategy())
+        trainer.test(module, DEEP.loader(), verbose=False)
+    told = [record.getMessage() for record in caplog.records if "2 stages" in record.getMessage()]
+    assert told == ["DeepNet in 2 stages: net.enter, net.blocks.0-1 on cpu | net.blocks.2-3, net.leave on cpu"]
+
+
+def test_fit_leaves_no_hook_no_thread_and_no_graph_behind() -> None:
+    module = make_module(DEEP)
+    outputs: list[Any] = []
+    module.net["leave"].register_forward_hook(lambda *args: outputs.append(weakref.ref(args[2])))
+    trainer = fit(DEEP, module, Halves())
+    assert not any(output() is not None for output in outputs)
+    assert not any(part._forward_pre_hooks for part in module.modules())
+    assert not [thread for thread in threading.enumerate() if "stages" in thread.name]
+    trainer.test(module, DEEP.loader(), verbose=False)
+
+
+class Fails(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and len(batch[0]) == 1:  # not while it is verified that it trains in parts
+            raise ValueError("broken")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_failure_in_a_micro_batch_names_it() -> None:
+    with pytest.raises(ValueError, match=r"broken \[micro-batch 2 of 2, 1 of 3 samples, on cpu\]"):
+        run(Case(Fails, num=6, batch_size=3), Halves(), devices=2)
+
+
+class Skips(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # Lightning's; here it is on purpose
+def test_a_step_may_skip_the_whole_batch() -> None:
+    assert_equal(run(Case(Skips), Halves(), devices=2), baseline(Case(Skips)), 1e-10)
+
+
+class TwoDevices(Net):
+    """The classic module on two devices, placed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.net = self.net, nn.Sequential()
+
+    def configure_model(self) -> None:
+        if len(self.net):
+            return
+        first, second = self.trainer.strategy.process_devices
+        self.net, self.start = self.start, nn.Sequential()
+        self.net[0].to(first)
+        self.net[2].to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.trainer.strategy.process_devices
+        hidden = torch.tanh(self.net[0](x.to(first)))
+        return self.net[2](hidden.to(second)).to(x.device)
+
+
+def test_a_module_placed_by_hand_equals_one_device_and_is_tested_after_fit() -> None:
+    module, case = make_module(Case(TwoDevices)), Case()
+    trainer = fit(case, module, Halves(partition="manual"))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert (weights - baseline(case).weights).abs().max() < 1e-10
+    assert trainer.test(module, case.loader(), verbose=False)[0] == pytest.approx(baseline(case).tested, abs=1e-6)
+
+
+def test_stock_trainer_takes_the_word_and_the_object() -> None:
+    expected = baseline(Case())
+    assert_equal(run(Case(), "model_parallel", pl.Trainer, devices=2), expected, 1e-10)
+    assert_equal(run(Case(), ModelParallelStrategy(devices=["cpu", "cpu"]), pl.Trainer, devices=1), expected, 1e-10)
+    ours = Trainer(strategy="model_parallel", devices=2, accelerator="cpu", logger=False)
+    assert type(ours.strategy) is ModelParallelStrategy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "half"}, "partition=half is not allowed. Give auto, manual or a list"),
+        ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
+        ({"num_microbatches": 0}, "num_microbatches=0 is not allowed. Give a whole number >= 1"),
+        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is not allowed. Give a whole number >= 1"),
+        ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
+        ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
+        ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
+        ({"profile_activations": True}, "Activations are no longer counted: set balance=time, or name the cut"),
+        ({"overlap": "threads"}, r"overlap=threads .*Stages no longer run in threads: leave it out"),
+    ],
+)
+def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:
+    module = Net()
+    with pytest.raises(ConfigError, match=message):
+        fit(Case(), module, ModelParallelStrategy(**options))
+    assert module.losses == []
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter.* step flavor")
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+@pytest.mark.parametrize("strategy", [DDPStrategy, DataParallelStrategy, Halves])
+def test_steps_that_read_their_own_batches_are_refused(strategy: Any, step: str) -> None:
+    # Cause: without the loop's batch no share was read, so that ragged batches of ranks weighed the same.
+    def reads(self: Any, dataloader_iter: Any) -> None:
+        raise AssertionError("refused before")
+
+    devices = 1 if strategy is DDPStrategy else 2
+    with pytest.raises(ConfigError, match=rf"{step}\(dataloader_iter\) reads its own batches"):
+        fit(Case(), type("Reads", (Net,), {step: reads})(), strategy(), devices=devices)
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
+        make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
+
+
+class Opaque:
+    """No tensor, and nothing that can be cut."""
+
+
+class ReadsTwo(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[:2], batch_idx) if isinstance(batch, list) else self.net[0].weight.sum()
+
+    validation_step: Any = None
+
+
+ROWS = torch.zeros(4, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([{"a": None}] * 2, r"a batch of type dict has no samples to split.*define __len__ and split"),
+        # a first batch of one sample was a single micro-batch, and nothing was cut before the second step
+        (
+            [[ROWS[:1], ROWS[:1].sum(1).long(), Opaque()], [ROWS, ROWS.sum(1).long(), Opaque()]],
+            r"batch\[2\] is a Opaque, which can't be cut into chunks",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The .* does not have many workers")
+def test_batches_that_cannot_be_cut_are_refused_before_the_first_step(batches: Any, message: str) -> None:
+    trainer = make_trainer(Case(), Halves(global_view=False), devices=2)
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(ReadsTwo(), DataLoader(batches, batch_size=None))
+    assert trainer.global_step == 0
