@@ -10,23 +10,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from distributed import run_ranks
 from parity import Case, Net, assert_equal, baseline, run
 from recording import SmallModule, loader
+from regression import Net as Regression
+from regression import Numbered, quiet_trainer
+from tiny import quiet
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, default_collate
 
-from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DataParallelStrategy
+from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.losses import ChunkLosses
-from evener.strategies.data.sampling import Passes, Share
-from evener.strategies.data.shares import RankShares
 from evener.strategies.distributed.process_exit import fork_orphan, take_orphans
-from evener.trainer import Trainer, compose
+from evener.trainer import compose
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.checkpoint._data_worker import start_workers
@@ -42,13 +45,6 @@ def test_a_batch_in_which_nothing_weighs_anything_has_a_loss() -> None:
     assert float(ChunkLosses(losses, [torch.tensor(0.0), torch.tensor(5.0)]).combine(torch.device("cpu"))) == 4.0
 
 
-@pytest.mark.parametrize("devices", [["0"], [0, "1"], ["GPU"]])
-def test_what_names_no_device_is_refused_as_lightning_refuses_it(devices: list[Any]) -> None:
-    # Every string in a list was taken for a device's name, and refused with another type of error than Lightning's.
-    with pytest.raises(TypeError, match="should be an int > 0"):
-        Trainer(accelerator="cpu", devices=devices)
-
-
 def test_a_sampler_is_told_each_epoch_once() -> None:
     # The epoch was also set while the loaders were made, for the sake of a resumed run, in every run.
     class Told(RandomSampler):
@@ -60,11 +56,7 @@ def test_a_sampler_is_told_each_epoch_once() -> None:
             self.epochs.append(epoch)
 
     sampler = Told()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(SmallModule(), DataLoader(loader().dataset, 4, sampler=sampler), loader())
+    quiet(max_epochs=2).fit(SmallModule(), DataLoader(loader().dataset, 4, sampler=sampler), loader())
     assert sampler.epochs == [0, 1]
 
 
@@ -73,8 +65,7 @@ def test_a_lone_process_of_two_stages_tells_its_batch() -> None:
     # the batch among them: an IndexError with measured or given weights.
     strategy = BalancedDDPModelParallelStrategy(model_parallel_size=2, weights=[1.0])
     strategy.parallel_devices = [torch.device("cpu")] * 2
-    loaders = SimpleNamespace(flattened=[SimpleNamespace(batch_size=64)])
-    fit_loop = SimpleNamespace(_combined_loader=loaders)
+    fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[SimpleNamespace(batch_size=64)]))
     trainer: Any = SimpleNamespace(fit_loop=fit_loop, strategy=strategy, world_size=1, accumulate_grad_batches=1)
     assert batch_line(trainer) == "64 samples"
 
@@ -228,28 +219,24 @@ def test_a_fit_without_a_batch_is_told(samples: int, limit: int | None, told: st
     batches = DataLoader(loader(samples).dataset, batch_size=4, drop_last=True)
     module.train_dataloader = lambda: batches
     module.val_dataloader = lambda: loader(4)
-    trainer = Trainer(
-        max_epochs=1, limit_train_batches=limit, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
-    cfg = compose(["test_after_fit=false"])
+    trainer = quiet(limit_train_batches=limit)
     with pytest.raises(ConfigError, match=told) if told else nullcontext():
-        fit(Parts(trainer, module, None, RunSummary()), cfg, None)
+        fit(Parts(trainer, module, None, RunSummary()), compose(["test_after_fit=false"]), None)
 
 
 def test_weights_alone_are_no_run_to_resume(tmp_path: Path) -> None:
     # Both ended in a KeyError with its traceback.
-    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     module, weights, bare = SmallModule(), tmp_path / "weights.ckpt", tmp_path / "bare.ckpt"
     module.train_dataloader = module.val_dataloader = lambda: loader(4)
-    trainer = Trainer(**quiet)
+    trainer = quiet()
     trainer.fit(module)
     trainer.save_checkpoint(weights, weights_only=True)
     torch.save(module.state_dict(), bare)
-    parts = Parts(Trainer(**quiet), module, None, RunSummary())
+    parts = Parts(quiet(), module, None, RunSummary())
     with pytest.raises(ConfigError, match=r"weights\.ckpt contains only weights .* Give another checkpoint; mode=test"):
         fit(parts, compose([]), str(weights))
     with pytest.raises(ConfigError, match=r"bare\.ckpt was not saved by a trainer: .*module\.load_state_dict"):
-        Trainer(**quiet).fit(module, ckpt_path=str(bare), weights_only=True)
+        quiet().fit(module, ckpt_path=str(bare), weights_only=True)
 
 
 def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -262,46 +249,40 @@ def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert torch.equal(torch.load(str(path), weights_only=True)[0], torch.ones(2))
 
 
-def test_batches_of_several_loaders_that_ranks_share_in_unequal_parts_are_refused() -> None:
-    # A rank's loss was weighed by its part of the first loader's batch, whatever its part of the others' was; where
-    # the first loader was exhausted, by nothing.
-    shares = RankShares(2, "ddp")
-    first, second = (SimpleNamespace(rank_batches=SimpleNamespace(passes=Passes())) for _ in range(2))
-    first.rank_batches.passes.latest.shares += [Share(2, 4), Share(2, 4)]
-    second.rank_batches.passes.latest.shares += [Share(4, 8), Share(1, 1), Share(1, 3)]
-    loaders = [first, second]
-    combined: Any = SimpleNamespace(flattened=loaders, _flattened=loaders, _mode="max_size", _iterator=None)
-    loop: Any = SimpleNamespace(_combined_loader=combined, max_batches=3)
-    shares.begin_batch(combined, 0)
-    assert shares.current == Share(2, 4)
-    shares.verify_parts(loop, None)
-    shares.begin_batch(combined, 0)
-    with pytest.raises(ConfigError, match=r"this rank has 0\.5 and 1 of the batches of the loaders"):
-        shares.verify_parts(loop, None)
-    shares.begin_batch(combined, 0)
-    assert shares.current == Share(1, 3)
+class Reads(Regression):
+    """Trains on the samples of one of several loaders, or beside what is not of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch["first"] if isinstance(batch, dict) else batch)[:3], batch_idx)
 
 
-def test_a_batch_that_has_lost_samples_of_its_share_is_refused() -> None:
-    # A collate function that leaves samples out gave a mean over fewer than the loss was weighted by, without a word.
-    shares = RankShares(2, "ddp")
-    loop: Any = SimpleNamespace(_combined_loader=None, max_batches=9)
+def with_boxes(lost: int, samples: list[Any]) -> list[Any]:
+    """Samples and boxes, at first as many as samples by chance; from the second batch on some samples are lost."""
+    is_first = int(samples[0][2]) < 2
+    return [*default_collate(samples if is_first else samples[lost:]), torch.ones(2 if is_first else 5, 4)]
 
-    def read(num: int, batch: Any, places: Any = ((),)) -> None:
-        shares.current = Share(num, 2 * num)
-        shares.verify_parts(loop, batch, lambda: places)
 
-    places = [("x",), ("y",)]
-    for num in (5, 5, 4, 5):
-        read(num, {"x": torch.ones(num, 6), "y": torch.ones(num)}, places)
-    with pytest.raises(ConfigError, match=r"this rank has read 5 samples, but their batch has 4 rows"):
-        read(5, {"x": torch.ones(4, 6), "y": torch.ones(4)}, places)
-    shares.knows_parts = False
-    for num, boxes in ((2, 2), (4, 7), (2, 4)):  # boxes, at first as many as samples by chance
-        read(num, {"x": torch.ones(boxes, 3), "y": torch.ones(num)}, places)
-    shares.knows_parts = False
-    for num in (5, 3):  # of a stream nothing is known
-        read(num, torch.ones(5, num, 6), ())
+def _said_by_a_rank() -> list[str]:
+    """What ends each of three fits."""
+    read_together = {"first": DataLoader(Numbered(8), 4), "second": DataLoader(Numbered(7), 4)}
+    whole, lossy = (DataLoader(Numbered(8), 4, collate_fn=partial(with_boxes, lost)) for lost in (0, 1))
+    said = ["", "", ""]
+    for number, batches in enumerate((read_together, whole, lossy)):
+        strategy = DDPStrategy(batch_size_is="global", timeout_s=60, verify=False, global_view=False)
+        try:
+            quiet_trainer(strategy, 2).fit(Reads(), batches)
+        except Exception as exc:  # noqa: BLE001  # of the other rank, where that was first
+            said[number] = str(exc)
+    return said
+
+
+def test_a_rank_whose_loss_has_no_known_weight_is_refused() -> None:
+    # It was weighed by the rank's part of the first loader's batch, whatever its part of the others' was, and by the
+    # samples that were read, where the collate function had left some out.
+    for unequal, whole, lossy in run_ranks(_said_by_a_rank, 2):
+        assert "give the ranks unequal parts in step 2: 2 + 2 samples of one loader" in unequal
+        assert whole == ""
+        assert "this rank has read 2 samples, but their batch has 1 rows" in lossy
 
 
 class Wrapper(Net):

@@ -4,10 +4,12 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 
 def hear_signals() -> None:
@@ -18,14 +20,18 @@ def hear_signals() -> None:
 
 
 _LIBRARIES = forkserver.ForkServer()
-_LIBRARIES.set_forkserver_preload(["preloaded_libraries"])
+_LIBRARIES.set_forkserver_preload(["preloaded"])
+_OURS = (
+    "pytest evener.examples.digits evener.strategies evener.trainer evener.trainer.cli.main evener.trainer.cli.train "
+    "evener.trainer.job.run evener.trainer.launch.launcher evener.trainer.trainer"
+)
 
 
 def context() -> ForkServerContext:
     """Return the context whose processes come from the server, which is started where none runs."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["preloaded"])
-    with _support_on_path():
+    with _server_environment(PRELOADED=_OURS):
         forkserver.ensure_running()
     return found
 
@@ -34,7 +40,7 @@ def context() -> ForkServerContext:
 def without_lightning() -> Generator[None]:
     """Let processes that are started inside come from a server without Lightning and this package."""
     before = forkserver.connect_to_new_process
-    with _support_on_path():
+    with _server_environment():
         _LIBRARIES.ensure_running()
     forkserver.connect_to_new_process = _LIBRARIES.connect_to_new_process
     try:
@@ -43,14 +49,6 @@ def without_lightning() -> Generator[None]:
         forkserver.connect_to_new_process = before
 
 
-@contextmanager
-def _support_on_path() -> Generator[None]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before or ""])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+def _server_environment(**variables: str) -> AbstractContextManager[Any]:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return patch.dict(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(paths)})

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 import warm_python
-from terminal import Terminal
+from surroundings import Terminal
 
 from evener.trainer import Result
 from evener.trainer.checkpoint.find import find_newest

@@ -1,10 +1,12 @@
-"""What a run left in its event file, for the tests that read it back."""
+"""What a run left in its event file, for the tests that read it back, and a module whose run fails."""
 
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tiny import Tiny
 
 from evener.trainer import Result
 
@@ -37,3 +39,17 @@ def raw_points(folder: Path) -> list[tuple[str, int, float]]:
         for value in event.summary.value
         if value.WhichOneof("value") == "simple_value"
     ]
+
+
+class Failing(Tiny):
+    """Logs its step's number, and fails at a step."""
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == self.at:
+            raise KeyError("enough")
+        self.log("index", float(self.trainer.global_step))
+        return super().training_step(batch, batch_idx)

@@ -162,7 +162,7 @@ def _main(words: list[str], cwd: str, env: dict[str, str], files: list[str | Non
 
 def _forget_server() -> None:
     """Be a process that was not started by `multiprocessing`, and knows nothing of the server."""
-    from preloaded_libraries import MAIN_PROCESS, PATH  # the server has it
+    from preloaded import MAIN_PROCESS, PATH  # the server has it
 
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
     for name in ("__mp_main__", "preloaded", "fork_server", "warm_python", "distributed"):

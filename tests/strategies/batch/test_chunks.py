@@ -8,14 +8,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from cutting import join, split
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.batch_dims import verify_batch_dims
+from evener.strategies.batch.results import ResultStructure
 from evener.strategies.batch.structure import BatchStructure, num_samples
 from evener.strategies.core.errors import PartsDiffer
+
+
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    """Cut a batch into one chunk per size."""
+    return BatchStructure().split(batch, sizes)
+
+
+def join(chunks: list[Any], sizes: list[int], device: torch.device | None = None) -> Any:
+    """Join the results of chunks; the inverse of `split`."""
+    return ResultStructure("output").join(chunks, sizes, device)
 
 
 class Pair(NamedTuple):

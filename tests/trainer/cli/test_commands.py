@@ -1,31 +1,79 @@
 """Every command of every page runs: in a short form here, and under `-m slow` as a user starts it."""
 
-import contextlib
-import importlib.util
+import importlib
 import json
 import math
 import os
 import re
 import runpy
 import shlex
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import PAGES, ROOT, commands, commands_of, overlooked, torchrun_options, unknown_extras, words_after
 from distributed import run_ranks, run_script
 from omegaconf import DictConfig
+from torch.distributed.run import get_args_parser
 
 from evener.trainer import compose
 from evener.trainer.cli import tool
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.trial import Trial
+
+ROOT = Path(__file__).parents[3]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "examples/user_project/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+# ---------------------------------------------------------------------------------------------- what the pages hold
+
+_PROGRAM = r"(?:python3?|pip|pytest|torchrun|srun|tensorboard|ruff|basedpyright|evener)"
+_SHELL = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(rf"^ {{4}}({_PROGRAM} .*)$", flags=re.MULTILINE)
+_INLINE = re.compile(rf"`({_PROGRAM} [^`]+)`")
+_COMMAND = re.compile(rf"\b{_PROGRAM} +(?:-\w|--\w|install\b|\S+\.py\b)")
+"""What looks like a command wherever it stands."""
+
+
+def commands_of(text: str) -> list[str]:
+    """The commands of a page: lines of shell blocks, indented lines, and code in the text; comments left out."""
+    rest = _SHELL.sub("", text)
+    lines = [line for block in _SHELL.findall(text) for line in _lines(block)]
+    return [*lines, *_INDENTED.findall(rest), *_INLINE.findall(rest)]
+
+
+def _lines(block: str) -> Iterator[str]:
+    for line in block.replace("\\\n", " ").splitlines():
+        command = re.sub(r"(^|\s+)#.*$", "", line).strip()
+        if command:
+            yield re.sub(r"\s+", " ", command)
+
+
+def overlooked(text: str) -> list[str]:
+    """What looks like a command and is none of `commands_of`: it stands in a block of another kind, or bare."""
+    rest = _INLINE.sub("", _INDENTED.sub("", _SHELL.sub("", text)))
+    return [line for line in rest.splitlines() if _COMMAND.search(line)]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(folder of the project, command), each once; only `examples/user_project` is a project of its own."""
+    found = [
+        ("examples/user_project" if "user_project" in page.parts else "", command)
+        for page in PAGES
+        for command in commands_of(page.read_text(encoding="utf-8"))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def words_after(command: str, script: str) -> list[str]:
+    """The arguments of a script within a command; what the shell would fill in is null."""
+    return shlex.split(re.sub(r"\$\([^)]*\)", "null", command.partition(script)[2]))
+
 
 COMMANDS = commands()
 
@@ -109,9 +157,6 @@ def name(case: tuple[str, str]) -> str:
     return " ".join(filter(None, [case[0] and "project:", case[1]]))
 
 
-# ---------------------------------------------------------------------------------------------- what the pages hold
-
-
 def test_no_command_stands_where_it_is_not_found() -> None:
     found = {page.name: overlooked(page.read_text(encoding="utf-8")) for page in PAGES}
     assert {page: lines for page, lines in found.items() if lines} == {}, "use a ```bash block"
@@ -128,13 +173,24 @@ def test_a_new_command_is_found_wherever_it_stands() -> None:
     ]  # fmt: skip
 
 
-def test_commands_that_cannot_run_are_on_a_page() -> None:
+def test_commands_that_cannot_run_are_on_a_page_and_enough_others_are_found() -> None:
     assert set(CANNOT_RUN) - {command for _, command in COMMANDS} == set()
-
-
-def test_enough_commands_are_found() -> None:
     assert len(TRAINING) > 35
     assert len(OTHER) > 6
+
+
+def torchrun_options(command: str) -> Any:
+    """Parse a `torchrun` command as torchrun does."""
+    return get_args_parser().parse_args(shlex.split(command)[1:])
+
+
+def unknown_extras(command: str) -> list[str]:
+    """Extras that a `pip install` names and pyproject.toml lacks, and files that are not there."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    known = re.findall(r"^(\w+) = \[", project.partition("\n[")[0], flags=re.MULTILINE)
+    extras = [extra for group in re.findall(r"(?:\.|evener)\[([\w,]+)\]", command) for extra in group.split(",")]
+    files = re.findall(r"-[cr] (?:path/to/evener/)?(\S+)", command)
+    return [extra for extra in extras if extra not in known] + [file for file in files if not (ROOT / file).exists()]
 
 
 # ------------------------------------------------------------------------------------- what can't run is looked at
@@ -269,12 +325,8 @@ def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[st
     elif command.startswith("tensorboard"):
         importlib.import_module("tensorboard.program").TensorBoard().configure(argv=shlex.split(command))
     elif command == "python docs/reference.py":
-        spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert module.page().startswith("# Configuration reference")
+        module = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+        assert module["page"]().startswith("# Configuration reference")
     elif command.startswith("evener"):
         assert shlex.split(command)[1] in (*tool.WORDS, "--version")
     elif command.startswith("pytest"):
@@ -308,11 +360,9 @@ SHORT_BENCHMARKS = {
 """Fewer rounds for measurements that take minutes."""
 
 
-def process(words: list[str], home: Path, timeout_s: float = 1700) -> subprocess.CompletedProcess[str]:
+def process(words: list[str], home: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        words, cwd=home, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-    )  # fmt: skip
+    return subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=1700, check=False)
 
 
 def limits(command: str, words: list[str]) -> list[str]:
@@ -347,27 +397,3 @@ def test_other_command_runs(command: str, tmp_path: Path) -> None:
     launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}[words[0]]
     done = process([*launcher, *words[1:], *more], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "tensorboard --logdir logs" in OTHER
-    monkeypatch.chdir(tmp_path)
-    train_here("", ["accelerator=cpu", *SHORT])
-    with open(tmp_path / "output", "w") as output:
-        words = [sys.executable, "-m", "tensorboard.main", "--logdir", "logs", "--port", "0", "--host", "127.0.0.1"]
-        server = subprocess.Popen(words, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + 300
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+/", (tmp_path / "output").read_text())):
-            assert server.poll() is None, (tmp_path / "output").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        with urllib.request.urlopen(f"{found[0]}data/runs", timeout=300) as answer:
-            runs = json.loads(answer.read())
-        assert len(runs) == 1
-        assert runs[0].startswith("digits/single_device/")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server.pid, signal.SIGTERM)
-        server.wait(20)

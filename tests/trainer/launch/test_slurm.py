@@ -7,9 +7,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import fake_slurm
 import pytest
 import torch
+from surroundings import install_slurm
 
 from evener.trainer import Result
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 def test_a_sweep_on_slurm_is_one_run_per_job_and_one_rank_per_task(tmp_path: Path) -> None:
     commands = tmp_path / "bin"
     commands.mkdir()
-    fake_slurm.install(commands)
+    install_slurm(commands)
     words = [
         "-m", "hydra/launcher=submitit_slurm", "hydra.launcher.nodes=1", "hydra.launcher.tasks_per_node=2",
         "strategy=ddp", "devices=2", "accelerator=cpu", "module.lr=0.1,0.01", "trainer.max_epochs=1",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import Run, ends, running, saved_step
-from terminal import CTRL_C, Terminal
+from surroundings import CTRL_C, Terminal
 
 
 def verify_saved(run: Run) -> None:

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import warm_python
-from failing import Failing
 from launching import running
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loggers import CSVLogger as LightningsCSVLogger
+from seen import Failing
 from tiny import Points, quiet
 from torch.utils.data import DataLoader, TensorDataset
 

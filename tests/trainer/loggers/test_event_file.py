@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
 from pytorch_lightning.loggers import TensorBoardLogger as LightningsLogger
-from seen import raw_points
+from seen import Failing, raw_points
 from tiny import quiet
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
