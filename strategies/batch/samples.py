@@ -45,24 +45,24 @@ class FewSamples:
     def __init__(self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False) -> None:
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
-        loaders = chosen_loaders(self._combined, loader)
-        first, self.unclear = getattr(loaders[0], "first_batch", None) if len(loaders) == 1 else None, None
-        if first is not None and not repeats:
-            structure = loaders[0].structure
-            total = structure.num_samples(first) or 0
-            self.num, self.unclear = min(most, total), structure.unclear
-            # the run's own step gets it, too, perhaps where there are no graphs
-            first = apply_to_collection(first, Tensor, Tensor.clone)
-            self._makes: list[Callable[[int, int], Batch]] = [partial(chunk, structure.split, first, total=total)]
-            return
-        for one in loaders:
-            if not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
+        loaders, self.unclear = chosen_loaders(self._combined, loader), None
+        pairs = [(one, None if repeats else getattr(one, "first_batch", None)) for one in loaders]
+        for one, first in pairs:
+            if first is not None:
+                self.unclear = self.unclear or one.structure.unclear
+                if self.unclear is not None and not hasattr(one, "divide"):
+                    raise TypeError("a stream that each rank reads by itself")
+            elif not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
                 raise TypeError("a stream")
-            if one.batch_sampler is None:
+            elif one.batch_sampler is None:
                 raise TypeError("a dataset of batches")
-        self.num = most if repeats else min([most, *(len(one.dataset) for one in loaders)])
+        nums = [len(one.dataset) if first is None else one.structure.num_samples(first) or 0 for one, first in pairs]
+        self.num = most if repeats else min(most, *nums)
         with seeded(1):
-            self._makes = [partial(_collated, one, _spread(one.dataset, self.num)) for one in loaders]
+            self._makes = [
+                partial(_collated, one, _spread(one.dataset, self.num)) if first is None else _cut(one, first)
+                for one, first in pairs
+            ]
 
     def batch(self, i: int, j: int, device: Device) -> Batch:
         """The batch of the samples from i to j, as the step gets it."""
@@ -84,6 +84,12 @@ def chosen_loaders(combined: Any, loader: int = 0) -> list[Any]:
 def chunk(split: Callable[..., Sequence[Chunk]], whole: Batch, i: int, j: int, total: int) -> Chunk:
     """The samples from i to j of a batch; what cuts itself may leave out a chunk without samples."""
     return split(whole, [n for n in (i, j - i, total - j) if n])[bool(i)] if j - i < total else whole
+
+
+def _cut(stream: Any, batch: Batch) -> Callable[[int, int], Batch]:
+    total = stream.structure.num_samples(batch) or 0
+    # the run's own step gets it, too, perhaps where there are no graphs
+    return partial(chunk, stream.structure.split, apply_to_collection(batch, Tensor, Tensor.clone), total=total)
 
 
 def _collated(loader: Any, samples: list[Any], i: int, j: int) -> Batch:

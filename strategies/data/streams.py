@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from typing_extensions import override
 
 from ..batch.structure import BatchStructure
 from ..batch.tree import Path, walk
@@ -27,12 +28,43 @@ class Stream(Around):
         loader: yields batches.
         strategy: name that begins messages.
         structure: counts and cuts them; without it nothing is known but the batches.
+
+    Attributes:
+        first_batch: the batch, before it is divided, that begins a pass or was looked at, until it is in process.
     """
 
     loader: Iterable[Batch]
     strategy: str
     passes: Passes = field(default_factory=Passes, init=False)
     structure: BatchStructure = field(default_factory=BatchStructure, kw_only=True)
+    first_batch: Batch = field(default=None, init=False)
+    _batches: "_Ahead | None" = field(default=None, init=False)
+
+    def look_ahead(self) -> None:
+        """Read the next batch of a pass that has begun, before it is asked for."""
+        if self._batches is not None and self.first_batch is None:
+            self.first_batch = self._batches.look()
+
+    def _begin(self, batches: Iterator[Batch]) -> tuple["_Ahead", Pass]:
+        """Begin a pass, at once, as on one device."""
+        self._batches, self.passes.latest = _Ahead(batches), Pass()
+        return self._batches, self.passes.latest
+
+
+class _Ahead(Iterator[Batch]):
+    """An iterator of which the next element may be looked at."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self._seen = batches, list[Batch]()
+
+    def look(self) -> Batch:
+        """The next element; None at the end."""
+        self._seen = self._seen or list(islice(self._batches, 1))
+        return self._seen[0] if self._seen else None
+
+    @override
+    def __next__(self) -> Batch:
+        return self._seen.pop() if self._seen else next(self._batches)
 
 
 @dataclass(eq=False)
@@ -47,12 +79,12 @@ class Lockstep(Stream):
     sum_over_ranks: Callable[[Tensor], Work]
 
     def __iter__(self) -> Iterator[Batch]:
-        self.passes.latest = Pass()
-        return self._in_step(iter(self.loader), self.passes.latest)  # begun at once, as on one device
+        return self._in_step(*self._begin(iter(self.loader)))
 
     def _in_step(self, iterator: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         last = None
         batch, num, sums, work = self._fetch(iterator)
+        self.first_batch = batch
         while True:
             work.wait()
             total, num_alive = sums.tolist()
@@ -67,6 +99,7 @@ class Lockstep(Stream):
             now.shares.append(Share(num, total, num_alive < self.num_ranks))
             batch, num, sums, work = self._fetch(iterator)
             yield last
+            self.first_batch = None
 
     def _fetch(self, iterator: Iterator[Batch]) -> tuple[Batch, float, Tensor, Work]:
         batch = next(iterator, None)
@@ -86,9 +119,6 @@ class Divided(Stream):
 
     Args:
         joins, agree, is_whole: see `RankBatches`.
-
-    Attributes:
-        first_batch: the global batch, while it is in process that begins a pass.
     """
 
     divide: Divide
@@ -97,12 +127,10 @@ class Divided(Stream):
     joins: bool
     agree: Agree
     is_whole: Callable[[], bool | None] | None = None
-    first_batch: Batch = field(default=None, init=False)
     _told: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        self.passes.latest = Pass()
-        return self._parts(in_one_order(self.loader, self.rank, self.agree), self.passes.latest)
+        return self._parts(*self._begin(in_one_order(self.loader, self.rank, self.agree)))
 
     def _parts(self, batches: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         self.first_batch = first = next(batches, None)

@@ -253,6 +253,9 @@ class RankStep(StepContract):
             if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
                 set_random_state(before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
+            if not (self._is_verified or again):  # streams are looked at in the first step, which here is too late
+                for loader in loop._combined_loader.flattened if loop._combined_loader is not None else ():
+                    getattr(loader, "look_ahead", int)()
             if not self._is_verified:  # of a stream that was read
                 self._verify((), again)
 

@@ -3,7 +3,8 @@
 import copy
 import io
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from distributed import run_ranks
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from regression import Net, Numbered, quiet_trainer, refusal, weights, whole
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
@@ -333,6 +334,64 @@ def test_training_is_verified_after_an_evaluation_that_has_cut_the_module() -> N
     for trained, is_cut in run_ranks(_after_validation, 2, 2):
         torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
         assert is_cut
+
+
+class Masked(Net):
+    """Divides by a number of samples that differs between ranks, and has a layer that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        mask = (y > 0).double()
+        return ((self.net(x) - y).square() * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Streamed(IterableDataset[Any]):
+    """Batches of 4 and 3 samples; each rank reads those of its own, or all."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        samples = [Numbered(14)[i] for i in range(14)]
+        self.batches = [default_collate(samples[i:j]) for i, j in ((0, 4), (4, 7), (7, 11), (11, 14))]
+        self.batches = self.batches[rank::num_ranks]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class SizedStream(Streamed):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _streamed(num_ranks: int, kind: type[Streamed], size_is: Any) -> Tensor:
+    loader: Any = DataLoader(kind(0, 1), None)
+    if size_is == "per_device" and num_ranks > 1:
+        loader = DataLoader(kind(int(os.environ["RANK"]), num_ranks), None)
+    elif size_is == "per_device":  # what two ranks read, put together
+        batches = kind(0, 1).batches
+        joined: Any = [[torch.cat(both) for both in zip(*batches[i : i + 2], strict=True)] for i in (0, 2)]
+        loader = DataLoader(joined, None)
+    module = Masked()
+    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is=size_is, timeout_s=60)
+    quiet_trainer(strategy, num_ranks, precision="64-true").fit(module, loader)
+    return weights(module)
+
+
+STREAMS = [(kind, size_is) for kind in (Streamed, SizedStream) for size_is in ("global", "per_device")]
+
+
+def _all_streamed(num_ranks: int) -> list[Tensor]:
+    return [_streamed(num_ranks, *case) for case in STREAMS]
+
+
+def test_a_streams_first_batch_is_looked_at_before_the_module_is_cut() -> None:
+    """The loss counted by samples, and layers that took no part were refused."""
+    single = _all_streamed(1)
+    for found in run_ranks(_all_streamed, 2, 2):
+        torch.testing.assert_close(found, single, rtol=0, atol=1e-10)
 
 
 class Mixed(Net):
