@@ -39,12 +39,15 @@ class Contrastive(Net):
 
 
 class AllRows(Contrastive):
-    """Each rank computes the loss of all rows: CLIP's."""
+    """Each rank computes the loss of all rows, CLIP's, in evaluations, too."""
 
     def contrast(self, first: Tensor, second: Tensor) -> Tensor:
         logits = self.gathered(first) @ self.gathered(second).T * self.scale
         labels = torch.arange(len(logits))
         return (nn.functional.cross_entropy(logits, labels) + nn.functional.cross_entropy(logits.T, labels)) / 2
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.contrast(self(batch[0]), self(batch[0].flip(1))), batch_size=len(batch[0]))
 
 
 def _case(kind: type[Net]) -> Case:
@@ -66,7 +69,7 @@ def _run(kind: type[Net], strategy: Any, num_ranks: int, options: dict[str, Any]
         (FSDPStrategy, 2, {"batch_size_is": "global"}),
     ],
 )
-def test_losses_over_gathered_rows_train_as_on_one_device(
+def test_losses_over_gathered_rows_train_and_evaluate_as_on_one_device(
     kind: type[Net], strategy: Any, num_ranks: int, options: dict[str, Any]
 ) -> None:
     single = run(_case(kind), SingleDeviceStrategy(), devices=1)
@@ -74,17 +77,3 @@ def test_losses_over_gathered_rows_train_as_on_one_device(
     assert_equal(first, single, 1e-10, of_a_rank=True)
     for found in others:
         torch.testing.assert_close(found.gradients, single.gradients, rtol=0, atol=1e-10)
-
-
-class Evaluating(AllRows):
-    """Gathers rows in an evaluation."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.contrast(self(batch[0]), self(batch[0].flip(1)))
-        self.log("val_loss", loss, batch_size=len(batch[0]))
-
-
-def test_an_evaluation_that_gathers_is_one_devices_for_batches_of_fewer_samples_than_ranks() -> None:
-    single = run(_case(Evaluating), SingleDeviceStrategy(), devices=1)
-    first, *_ = run_ranks(_run, 3, Evaluating, DDPStrategy, 3, {"batch_size_is": "global"})
-    assert_equal(first, single, 1e-10, of_a_rank=True)

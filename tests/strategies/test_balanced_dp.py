@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from parity import Case, Net, assert_equal, baseline, make_trainer, run
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from regression import Points
 from torch import Tensor
 
 from evener.strategies import BalancedDataParallelStrategy
@@ -88,43 +87,30 @@ def test_memory_is_balanced_against_the_optimizer_on_the_root() -> None:
     assert abs(used[0] - used[1]) <= root.bytes_per_sample
 
 
-def test_shares_times_and_efficiency_are_logged(tmp_path: Path) -> None:
-    logger = pl.loggers.TensorBoardLogger(tmp_path, name="", version="run")
-    case = Case(num=40, trainer={"max_epochs": 1, "log_every_n_steps": 5})
-    module = Net().double()
-    make_trainer(case, "balanced_dp", devices=2, logger=logger).fit(module, case.loader(), case.loader())
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
-    names = {tag for tag in events.Tags()["scalars"] if tag.startswith("balance/")}
-    per_device = ("share", "time_s", "bytes_per_sample")
-    assert names == {"balance/efficiency", *(f"balance/{kind}_{i}" for kind in per_device for i in range(2))}
-    shares = [[event.value for event in events.Scalars(f"balance/share_{i}")] for i in range(2)]
-    assert len(shares[0]) == 2  # steps 5 and 10
-    assert all(first + second == pytest.approx(1) for first, second in zip(*shares, strict=True))
+def test_shares_times_and_efficiency_are_logged() -> None:
+    logger, case = Points(), Case(num=40, trainer={"max_epochs": 1, "log_every_n_steps": 5})
+    make_trainer(case, "balanced_dp", devices=2, logger=logger).fit(Net().double(), case.loader(), case.loader())
+    logged = [values for _, values in logger.points if "balance/efficiency" in values]
+    assert len(logged) == 2  # steps 5 and 10
+    per_device = {f"balance/{kind}_{i}" for kind in ("share", "time_s", "bytes_per_sample") for i in range(2)}
+    for values in logged:
+        assert {name for name in values if name.startswith("balance/")} == {"balance/efficiency", *per_device}
+        assert values["balance/share_0"] + values["balance/share_1"] == pytest.approx(1)
 
 
-def test_what_was_measured_goes_through_a_checkpoint(tmp_path: Path, clock: None) -> None:
-    strategy = BalancedDataParallelStrategy()
+@pytest.mark.parametrize("devices", [3, 2])
+def test_what_was_measured_goes_through_a_checkpoint_to_as_many_devices(
+    devices: int, tmp_path: Path, clock: None
+) -> None:
+    strategy, resumed = BalancedDataParallelStrategy(), BalancedDataParallelStrategy()
     trainer = make_trainer(SLEEPY, strategy, devices=3, max_steps=8)
     trainer.fit(Sleepy().double(), SLEEPY.loader(), SLEEPY.loader())
-    trainer.save_checkpoint(tmp_path / "balance.ckpt")
-    assert torch.load(tmp_path / "balance.ckpt", weights_only=True)["balance"]["shares"] is not None
-    resumed = BalancedDataParallelStrategy()
-    trainer = make_trainer(SLEEPY, resumed, devices=3, max_steps=8)
-    trainer.fit(Sleepy().double(), SLEEPY.loader(), SLEEPY.loader(), ckpt_path=tmp_path / "balance.ckpt")
+    path = tmp_path / "balance.ckpt"
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["balance"]["shares"] is not None
+    trainer = make_trainer(SLEEPY, resumed, devices=devices, max_steps=8)
+    trainer.fit(Sleepy().double(), SLEEPY.loader(), SLEEPY.loader(), ckpt_path=path)
     assert strategy.controller is not None
     assert resumed.controller is not None
-    assert resumed.controller.state_dict() == strategy.controller.state_dict()
-
-
-def test_a_checkpoint_of_other_devices_is_measured_anew(tmp_path: Path) -> None:
-    case = Case(num=40, trainer={"max_epochs": 1})
-    trainer = make_trainer(case, "balanced_dp", devices=2)
-    trainer.fit(Net().double(), case.loader(), case.loader())
-    trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = BalancedDataParallelStrategy()
-    make_trainer(case, resumed, devices=3, max_epochs=2).fit(
-        Net().double(), case.loader(), case.loader(), ckpt_path=tmp_path / "two.ckpt"
-    )
-    assert resumed.controller is not None
-    assert len(resumed.controller.shares) == 3
+    assert len(resumed.controller.shares) == devices
+    assert (resumed.controller.state_dict() == strategy.controller.state_dict()) == (devices == 3)

@@ -10,30 +10,15 @@ import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
-from regression import Net, Numbered, Points, quiet_trainer
+from regression import Net, Numbered, Points, trainer_of
+from regression import assert_same as same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
-from evener.strategies import (
-    BalancedDDPStrategy,
-    DDPModelParallelStrategy,
-    DDPStrategy,
-    SingleDeviceStrategy,
-)
 
-PLANS: dict[str, tuple[int, Any]] = {
-    "ddp": (2, lambda **options: DDPStrategy(batch_size_is="global", **options)),
-    "unused": (2, lambda **options: DDPStrategy(batch_size_is="global", find_unused_parameters=True, **options)),
-    "weights": (2, lambda **options: BalancedDDPStrategy([1, 3], **options)),
-    "replicas": (4, lambda **options: DDPStrategy(batch_size_is="global", devices_per_process=2, **options)),
-    "stages": (4, lambda **options: DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, **options)),
-    "one microbatch": (4, lambda **options: DDPModelParallelStrategy(batch_size_is="global", **options)),
-}
-
-
-class Tokens(pl.LightningModule):
-    """A loss per token, logged in many ways, with values of other types beside it."""
+class Labels(pl.LightningModule):
+    """A mean over valid labels, logged in many ways; by chance they are all that a rank has, in some batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,18 +30,22 @@ class Tokens(pl.LightningModule):
         return (self.net(batch[0]).squeeze(1) - batch[0].sum(1)) ** 2
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        tokens = (batch[0] > -0.5).sum(1)
-        loss = (self.errors(batch) * tokens).sum() / tokens.sum()
+        valid = batch[0][:, 0] > -0.5
+        num = valid.sum()
+        loss = (self.errors(batch) * valid).sum() / num.clamp(min=1)
         both: Any = {"on_step": True, "on_epoch": True, "sync_dist": True}
         self.log("loss", loss, **both)
+        self.log("valid", loss, batch_size=int(num), **both)
+        self.log("samples", loss, batch_size=len(batch[0]), **both)
         self.log("detached", loss.detach(), batch_size=len(batch[0]), **both)
         self.log("constant", loss, batch_size=4, **both)
         self.log("mean", self.errors(batch).mean(), **both)
         self.log("single", self.errors(batch).mean().float(), sync_dist=True)
         self.log("whole", (batch[1] == 1).sum(), sync_dist=True, reduce_fx="sum")
+        self.log("sum_epoch", num.double(), batch_size=4, reduce_fx="sum", on_step=False, on_epoch=True)
         if batch_idx % 2:
             loss += 0.5  # what was logged stays as it was
-        return {"loss": loss, "loss_weight": tokens.sum()}
+        return {"loss": loss, "loss_weight": num}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         logged = self.trainer.callback_metrics
@@ -68,17 +57,15 @@ class Tokens(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fit(
-    module: Any, strategy: Any, devices: int, num: int, batch_size: int, ckpt_path: str | None = None, **options: Any
-) -> Any:
-    trainer = quiet_trainer(strategy, devices, **options)
-    trainer.fit(module, DataLoader(Samples(num, as_tuple), batch_size), ckpt_path=ckpt_path)
+def fit(name: str, module: Any, num: int, ckpt_path: str | None = None, **options: Any) -> Any:
+    trainer = trainer_of(name, **options)
+    trainer.fit(module, DataLoader(Samples(num, as_tuple), 4), ckpt_path=ckpt_path)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.steps
 
 
 @functools.cache
 def on_one_device(module: type[Any], num: int, **options: Any) -> Any:
-    return fit(module(), SingleDeviceStrategy(), 1, num, 4, **options)
+    return fit("single", module(), num, **options)
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -89,47 +76,28 @@ def assert_same(found: Any, expected: Any) -> None:
         assert step == pytest.approx(expected_step, rel=2e-7)
 
 
-class Labels(Tokens):
-    """A mean over valid labels: by chance they are all that a rank has, in some batches and not in others."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        valid = batch[0][:, 0] > -0.5
-        num = valid.sum()
-        loss = (self.errors(batch) * valid).sum() / num.clamp(min=1)
-        both: Any = {"on_step": True, "on_epoch": True, "sync_dist": True}
-        self.log("valid", loss, batch_size=int(num), **both)
-        self.log("samples", loss, batch_size=len(batch[0]), **both)
-        self.log("constant", loss, batch_size=4, **both)
-        self.log("counted", loss, **both)
-        self.log("sum_epoch", num.double(), batch_size=4, reduce_fx="sum", on_step=False, on_epoch=True)
-        return {"loss": loss, "loss_weight": num}
-
-
 def _fit_and_save(path: str) -> None:
     """Save after the second of three batches, whose labels are all valid on rank 0 in one and ignored in the other."""
-    module = Labels()
     save = LambdaCallback(on_train_batch_end=lambda trainer, _, out, batch, i: i == 1 and trainer.save_checkpoint(path))
-    options: Any = {"max_epochs": 1, "callbacks": [save]}
-    fit(module, BalancedDDPStrategy([1, 3], timeout_s=120), 2, 12, 4, **options)
+    fit("weights", Labels(), 12, max_epochs=1, callbacks=[save])
 
 
-def _resume(path: str, num_ranks: int) -> Any:
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
-    return fit(Labels(), strategy, num_ranks, 12, 4, max_epochs=1, ckpt_path=path)
+def _resume(strategy: str, path: str) -> Any:
+    return fit(strategy, Labels(), 12, path, max_epochs=1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_resumed_epoch_counts_a_loss_as_one_device_does(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_resumed_epoch_counts_a_loss_as_one_device_does(strategy: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     expected, _ = on_one_device(Labels, 12, max_epochs=1)
     run_ranks(_fit_and_save, 2, path)
-    found = run_ranks(_resume, 2, path, 2) if num_ranks > 1 else [_resume(path, 1)]
-    names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "counted", "sum")]
+    found = [_resume("single", path)] if strategy == "single" else run_ranks(_resume, 2, strategy, path)
+    names = [f"{name}_epoch" for name in ("valid", "samples", "constant", "loss", "sum")]
     for epoch, _ in found:
         assert [epoch[name] for name in names] == pytest.approx([expected[name] for name in names], rel=2e-7)
 
 
-class Searching(Tokens):
+class Searching(Labels):
     """With an optimizer that calls its closure several times per step."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -143,7 +111,7 @@ class LogsBetween(Searching):
         self.log("hook", 1.0)
 
 
-class BeforeBackward(Tokens):
+class BeforeBackward(Labels):
     """Logs the loss that `on_before_backward` is given."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -153,40 +121,39 @@ class BeforeBackward(Tokens):
         self.log("given", loss, on_step=True, on_epoch=True, sync_dist=True)
 
 
-def _fit_module(module: type[Tokens], plan: str, num: int, options: dict[str, Any]) -> Any:
-    devices, strategy = PLANS[plan]
-    return fit(module(), strategy(timeout_s=120), devices, num, 4, **options)
+def _fit_module(name: str, module: type[Labels], num: int, options: dict[str, Any]) -> Any:
+    return fit(name, module(), num, **options)
 
 
+RANKS = ("ddp", "weights", "replicas", "stages")
 STOCK = {"lean": False}
 
 
 @pytest.mark.parametrize(
-    ("module", "plan", "num", "options"),
+    ("module", "strategy", "num", "options"),
     [
         # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype,
         # so that ranks waited for each other; values logged after the step counted its stand-in's samples, and were
-        # not weighted by ranks' samples at all.
-        *((Tokens, plan, 17, {}) for plan in PLANS),
-        (Tokens, "ddp", 21, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
-        (Tokens, "replicas", 21, {"accumulate_grad_batches": 2}),
-        # A number of labels as large as the rank's part of the batch was taken for the number of samples.
-        *((Labels, plan, 17, options) for plan, options in (*((plan, {}) for plan in PLANS), ("ddp", STOCK))),
+        # not weighted by ranks' samples at all; as many labels as samples of a rank were taken for their number.
+        *((Labels, name, 17, {}) for name in RANKS),
+        (Labels, "ddp", 19, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
+        (Labels, "replicas", 19, {"accumulate_grad_batches": 2}),
+        (Labels, "ddp", 17, STOCK),
         # Only the loss of a closure's last call had the module's `loss_weight`; the epoch's mean is over all calls.
         (Searching, "ddp", 17, {}),
         (LogsBetween, "ddp", 17, {}),
         # The hook was given the mean times the rank's share, by which `self.log` weighs once more.
-        *((BeforeBackward, plan, 17, {}) for plan in ("ddp", "weights", "stages")),
+        *((BeforeBackward, name, 17, {}) for name in ("weights", "stages")),
         (BeforeBackward, "ddp", 17, STOCK),
     ],
 )
-def test_what_is_logged_is_one_devices(module: type[Tokens], plan: str, num: int, options: dict[str, Any]) -> None:
+def test_what_is_logged_is_one_devices(module: type[Labels], strategy: str, num: int, options: dict[str, Any]) -> None:
     expected = on_one_device(module, num, **({} if options == STOCK else options))
-    for found in run_ranks(_fit_module, 2, module, plan, num, options):
+    for found in run_ranks(_fit_module, 2, strategy, module, num, options):
         assert_same(found, expected)
 
 
-class Own(Tokens):
+class Own(Labels):
     """Logs by step what each rank has, without `sync_dist`."""
 
     def __init__(self) -> None:
@@ -213,32 +180,32 @@ class Own(Tokens):
         self.steps[-1]["bytes of single"] = logged["single_step"].element_size()
 
 
-def _fit_own(strategy: Any, devices: int, folder: str) -> Any:
+def _fit_own(strategy: str, folder: str) -> Any:
     best = ModelCheckpoint(folder, monitor="loss", every_n_train_steps=1, filename="{step}")
     # 4, 4 and 1 samples: rank 0 has 1, 1 and none
-    found = fit(Own(), strategy, devices, 9, 4, max_epochs=1, callbacks=[best], enable_checkpointing=True)
-    return found, None if best.best_model_score is None else float(best.best_model_score), best.best_model_path
+    found = fit(strategy, Own(), 9, max_epochs=1, callbacks=[best], enable_checkpointing=True)
+    return *found, best.best_model_path
 
 
 def test_a_rank_without_samples_shows_what_the_others_logged(tmp_path: Path) -> None:
     # It showed 0.0, which a checkpoint that monitors the loss kept as the best.
-    (epoch, steps), _, _ = _fit_own(SingleDeviceStrategy(), 1, str(tmp_path / "single"))
-    first, second = run_ranks(_fit_own, 2, BalancedDDPStrategy([1, 3], timeout_s=120), 2, str(tmp_path / "ranks"))
-    for (found_epoch, found_steps), _, path in (first, second):
+    epoch, steps, _ = _fit_own("single", str(tmp_path / "single"))
+    first, second = run_ranks(_fit_own, 2, "weights", str(tmp_path / "ranks"))
+    for found_epoch, found_steps, path in (first, second):
         last, expected = found_steps[-1], steps[-1]
         names = ("loss", "both_step", "number", "largest_step", "sum_step", "metric", "single_step", "bytes of single")
         assert {name: last[name] for name in names} == pytest.approx({name: expected[name] for name in names})
         assert last["first"] == found_steps[0]["first"]
         assert found_epoch["both_epoch"] == pytest.approx(epoch["both_epoch"], rel=1e-6)
         assert "step=3" not in path or steps[-1]["loss"] == min(step["loss"] for step in found_steps)
-    # both ranks' sums and maxima: the samples of the last batch counted once
-    assert first[0][0]["sum_epoch"] == pytest.approx(
-        sum(step["sum_step"] for step in first[0][1][:2]) + sum(step["sum_step"] for step in second[0][1])
+    # both ranks' sums: the samples of the last batch counted once
+    assert first[0]["sum_epoch"] == pytest.approx(
+        sum(step["sum_step"] for step in first[1][:2]) + sum(step["sum_step"] for step in second[1])
     )
 
 
 class Loaders(Net):
-    """Logs values of each of its validation loaders."""
+    """Logs values of each of its validation loaders, and shows some in the bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,58 +214,36 @@ class Loaders(Net):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         index = batch[2].double()
         self.largest(index)
-        self.log("index_mean", index.mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("index_mean", index.mean(), on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        self.log("index_shown", index.exp().mean(), on_step=True, prog_bar=True, logger=False, sync_dist=True)
         self.log("index_root", index.square().mean().sqrt())
         self.log("index_largest", self.largest)
 
 
-def _logged_indices(nums: tuple[int, ...], num_ranks: int) -> Any:
-    strategy = DDPStrategy(timeout_s=60, batch_size_is="global") if num_ranks > 1 else SingleDeviceStrategy()
+def _logged_indices(strategy: str, nums: tuple[int, ...]) -> Any:
     logger = Points()
-    trainer = quiet_trainer(strategy, num_ranks, max_epochs=2, logger=logger)
+    trainer = trainer_of(strategy, max_epochs=2, logger=logger)
     loaders = [DataLoader(Numbered(num), 2) for num in nums]
     module = Loaders()
     trainer.fit(module, DataLoader(Numbered(4), 2), loaders)
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if "index" in name}
     whole = trainer.validate(module, loaders, verbose=False)
     steps = [{name: value for name, value in values.items() if "_step" in name} for _, values in logger.points]
-    return found, whole, [values for values in steps if values]
+    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+    logged = {name: value.item() for name, value in trainer.logged_metrics.items()}
+    return found, whole, ([values for values in steps if values], bar, logged) if trainer.is_global_zero else None
 
 
 @pytest.mark.parametrize("nums", [(4, 1), (1, 1), (4, 1, 4), (1, 4, 1)])
 def test_a_loader_without_a_sample_for_a_rank_is_validated(nums: tuple[int, ...]) -> None:
-    """Ranks exchanged the values of a loader if it had given them a batch, and with the next loader's first batch."""
-    expected, whole, steps = _logged_indices(nums, 1)
+    """Causes: ranks exchanged the values of a loader if it had given them a batch, and with the next loader's first
+    batch; the bar kept rank 0's own value, although `sync_dist=True` asked for the batch's; `logged_metrics` had plain
+    numbers."""
+    expected, whole, seen = _logged_indices("single", nums)
     if nums == (4, 1, 4):
         assert expected["index_root/dataloader_idx_2"] == pytest.approx((0.5**0.5 + 6.5**0.5) / 2)  # 1.628; was 1.5
-    for rank, (found, parts, rank_steps) in enumerate(run_ranks(_logged_indices, 2, nums, 2)):
-        assert found == pytest.approx(expected, abs=1e-10)
-        for part, one in zip(parts, whole, strict=True):
-            assert part == pytest.approx(one, abs=1e-10)
-        if not rank:
-            assert rank_steps == [pytest.approx(one, abs=1e-10) for one in steps]
-
-
-class Shown(Net):
-    """Shows a value of each batch of a validation in the bar, and logs another one."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y, _ = batch
-        error = ((self.net(x) - y) ** 2).mean()
-        self.log("shown", error, on_step=True, prog_bar=True, logger=False, sync_dist=True)
-        self.log("both", error, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
-
-
-def _bar_of(strategy: Any, devices: int) -> dict[str, float]:
-    trainer = quiet_trainer(strategy, devices)
-    trainer.validate(Shown(), DataLoader(Numbered(8), 4), verbose=False)
-    return {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
-
-
-def test_after_a_validation_the_bar_shows_the_last_global_batch() -> None:
-    """It kept rank 0's own value, although `sync_dist=True` asked for the batch's."""
-    first, _ = run_ranks(_bar_of, 2, BalancedDDPStrategy([1, 3], timeout_s=60), 2)
-    assert first == pytest.approx(_bar_of(SingleDeviceStrategy(), 1), rel=1e-10)
+    for rank, found in enumerate(run_ranks(_logged_indices, 2, "ddp", nums)):
+        same(found, (expected, whole, None if rank else seen), 1e-10)
 
 
 class Counts(Net):
@@ -312,7 +257,7 @@ class Counts(Net):
 
 
 def _counted() -> list[float]:
-    trainer, loader = quiet_trainer(DDPStrategy(batch_size_is="global"), 2, max_epochs=1), DataLoader(Numbered(9), 4)
+    trainer, loader = trainer_of("ddp", max_epochs=1), DataLoader(Numbered(9), 4)
     module, found = Counts(), list[float]()
     for _ in range(2):
         found += [values["num"] for values in trainer.test(module, loader, verbose=False)]

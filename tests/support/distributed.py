@@ -31,13 +31,7 @@ class RankError(AssertionError):
     """A rank raised, was killed, or did not finish in time; the message says which and where it was."""
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    num_ranks: int,
-    *args: Any,
-    timeout_s: float = 300.0,
-    env: dict[str, str] | None = None,
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Run `function(*args)` in `num_ranks` processes that find the environment of torchrun.
 
     Args:
@@ -45,7 +39,6 @@ def run_ranks(
         num_ranks: number of processes, one node.
         args: its arguments, pickled.
         timeout_s: seconds after which the ranks and their data workers print their stacks, and are killed.
-        env: further environment variables of the ranks.
 
     Returns:
         What the function returned, by rank.
@@ -53,50 +46,44 @@ def run_ranks(
     Raises:
         RankError: a rank failed or did not finish; with the output of every failed rank.
     """
-    outcomes = run_ranks_unchecked(function, num_ranks, *args, timeout_s=timeout_s, env=env)
+    return _well(run_ranks_unchecked(function, num_ranks, *args, timeout_s=timeout_s))
+
+
+def run_ranks_unchecked(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0
+) -> list[Any]:
+    """As `run_ranks`, with a `RankError` in the place of a failed rank's result, so that failures can be tested."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    envs = [torchrun_env(rank, num_ranks, store.port) for rank in range(num_ranks)]
+    return _run(function, args, envs, timeout_s)
+
+
+def run_script(function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> Any:
+    """Run `function(*args)` in a process of its own, as a plain script, which may start processes itself."""
+    return _well(_run(function, args, [{"CUDA_VISIBLE_DEVICES": ""}], timeout_s))[0]
+
+
+def _well(outcomes: list[Any]) -> list[Any]:
     failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if isinstance(outcome, RankError)]
     if failed:
         raise RankError("\n".join(failed))
     return outcomes
 
 
-def run_ranks_unchecked(
-    function: Callable[..., Any],
-    num_ranks: int,
-    *args: Any,
-    timeout_s: float = 300.0,
-    env: dict[str, str] | None = None,
-) -> list[Any]:
-    """As `run_ranks`, with a `RankError` in the place of a failed rank's result, so that failures can be tested."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _run(function: Callable[..., Any], args: Any, envs: list[dict[str, str]], timeout_s: float) -> list[Any]:
+    """Run a function in a process for each environment."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(num_ranks):
-            variables = _torchrun_env(rank, num_ranks, store.port) | (env or {})
-            target = (function, args, variables, f"{folder}/{rank}")
-            ranks.append(fork_server.context().Process(target=_rank_main, args=target))
-        for process in ranks:
+        processes: list[BaseProcess] = []
+        for number, env in enumerate(envs):
+            target = (function, args, env, f"{folder}/{number}")
+            processes.append(fork_server.context().Process(target=_rank_main, args=target))
+        for process in processes:
             process.start()
-        _join(ranks, timeout_s, folder)
-        return [_outcome(process, Path(folder, str(rank))) for rank, process in enumerate(ranks)]
+        _join(processes, timeout_s, folder)
+        return [_outcome(process, Path(folder, str(number))) for number, process in enumerate(processes)]
 
 
-def run_script(function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> Any:
-    """Run `function(*args)` in a process of its own, as a plain script, which may start processes itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/0"
-        process = fork_server.context().Process(
-            target=_rank_main, args=(function, args, {"CUDA_VISIBLE_DEVICES": ""}, path)
-        )
-        process.start()
-        _join([process], timeout_s, folder)
-        outcome = _outcome(process, Path(path))
-    if isinstance(outcome, RankError):
-        raise outcome
-    return outcome
-
-
-def _torchrun_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def torchrun_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -144,21 +131,16 @@ def _join(ranks: list[BaseProcess], timeout_s: float, folder: str) -> None:
     late = [process for process in ranks if process.is_alive()]
     for process in late:
         _print_stacks(process.pid or 0)
-    if late:
-        _wait_until_written(folder)
+    before, deadline = -1, time.monotonic() + 20
+    # until no output has grown for a second: the stacks of all threads have been written
+    while late and (size := sum(path.stat().st_size for path in Path(folder).glob("*.out"))) != before:
+        before = size
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1)
     for process in late:
         process.kill()
         process.join()
-
-
-def _wait_until_written(folder: str) -> None:
-    """Wait until no output has grown for a second: the stacks of all threads have been written."""
-    before, deadline = -1, time.monotonic() + 20
-    while (size := sum(path.stat().st_size for path in Path(folder).glob("*.out"))) != before:
-        before = size
-        if time.monotonic() > deadline:
-            return
-        time.sleep(1)
 
 
 def _print_stacks(pid: int) -> None:

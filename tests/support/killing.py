@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from distributed import _torchrun_env
+from distributed import torchrun_env
 from fork_server import hear_signals
+from tiny import quiet
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchmetrics import MeanMetric
 
-from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.find import find_newest
 from evener.trainer.job.signals import graceful_stop
@@ -107,15 +107,11 @@ class Recorder(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.layers(batch[0]).square().mean()
-        if torch.is_grad_enabled():  # the verifier looks at a few samples
-            self.log("val/loss", loss, sync_dist=True)
-            self.val_mean.update(loss, len(batch[1]))
-            return
-        self.mark(f"validation {self.trainer.current_epoch}")
         self.log("val/loss", loss, sync_dist=True)
         self.val_mean.update(loss, len(batch[1]))
-        if self.trainer.sanity_checking:
+        if torch.is_grad_enabled() or self.trainer.sanity_checking:  # the verifier looks at a few samples
             return
+        self.mark(f"validation {self.trainer.current_epoch}")
         self.mark(f"validation at {self.trainer.global_step}")
         time.sleep(self.plan.val_pause_s)
         with open(f"{self.record}.val.{self.global_rank}", "a") as file:
@@ -133,13 +129,9 @@ class Recorder(pl.LightningModule):
         if isinstance(self.dataset, Batched):
             return self.dataset
         return DataLoader(
-            self.dataset,
-            batch_size=BATCH_SIZE,
-            shuffle=isinstance(self.dataset, Augmented),
-            num_workers=self.plan.num_workers,
-            multiprocessing_context="fork" if self.plan.num_workers else None,
-            **self.plan.train_loader,
-        )
+            self.dataset, BATCH_SIZE, shuffle=isinstance(self.dataset, Augmented), num_workers=self.plan.num_workers,
+            multiprocessing_context="fork" if self.plan.num_workers else None, **self.plan.train_loader,
+        )  # fmt: skip
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Augmented(), **{"batch_size": 11, **self.plan.val_loader})
@@ -187,50 +179,41 @@ class Plan:
                 places += [f"validation {epoch}", f"epoch end {epoch}"]
         return places[1:]
 
+    @property
+    def killed_status(self) -> int:
+        """The exit status of a process that ends by the signal."""
+        return -signal.SIGKILL if self.signum == signal.SIGKILL else 128 + self.signum
+
     def attempt(self, directory: Path, name: str, kill_at: str | None = None) -> bool:
         """Do `run` in processes of its own; return whether it came to its end."""
         if self.num_ranks == 1:
             status = in_child(self.run, directory, name, kill_at)
-            assert status in (0, -signal.SIGKILL if self.signum == signal.SIGKILL else 128 + self.signum)
+            assert status in (0, self.killed_status)
             return status == 0
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         statuses = in_children(
             [partial(self.run_rank, rank, store.port, directory, name, kill_at) for rank in range(self.num_ranks)]
         )
-        assert set(statuses) in ({0}, {-signal.SIGKILL if self.signum == signal.SIGKILL else 128 + self.signum}), (
-            statuses
-        )
+        assert set(statuses) in ({0}, {self.killed_status}), statuses
         return set(statuses) == {0}
 
     def run_rank(self, rank: int, port: int, *args: Any) -> None:
         """Do `run` as one rank of several."""
-        os.environ.update(_torchrun_env(rank, self.num_ranks, port))
+        os.environ.update(torchrun_env(rank, self.num_ranks, port))
         self.run(*args)
 
     def run(self, directory: Path, name: str, kill_at: str | None = None) -> None:
         """Train in this process from the newest checkpoint of the directory; record everything under a name."""
         torch.set_num_threads(1)
-        for advice in (
-            "`isinstance.treespec, LeafSpec",
-            "The '.*' does not have many workers",
-            ".*sampler has shuffling",
-        ):
-            warnings.filterwarnings("ignore", advice)  # as pyproject.toml does for tests that run in pytest's process
+        warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
         pl.seed_everything(7, workers=True, verbose=False)
         module = Recorder(directory / name, kill_at, self)
-        trainer = Trainer(
-            max_epochs=NUM_EPOCHS,
-            accumulate_grad_batches=self.accumulate,
+        trainer = quiet(
+            max_epochs=NUM_EPOCHS, accumulate_grad_batches=self.accumulate, devices=self.devices, log_every_n_steps=1,
             callbacks=[Checkpoint(directory / "checkpoints", **self.checkpoint)],
             logger=TensorBoardLogger(directory / "tensorboard") if self.tensorboard else False,
-            log_every_n_steps=1,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            accelerator="cpu",
-            devices=self.devices,
-            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy(),
-            **self.trainer,
-        )
+            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy(), **self.trainer,
+        )  # fmt: skip
         newest = find_newest(directory)
         with graceful_stop(trainer):
             trainer.fit(module, ckpt_path=None if newest is None else str(newest))

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ class Told(pl.LightningModule):
     Args:
         record: the file.
         pause_s: seconds that a step takes.
-        fault: what rank 1 does at step 3: raise, exit, exit_well, interrupt, kill, abort, hang, other_key, save, or
-            nothing;
+        fault: what rank 1 does at step 3: raise, exit, exit_well, interrupt, kill, abort, hang, or nothing;
             `late`: rank 1 is asked to stop (SIGTERM) after the last step.
         once: a file that exists once the fault has happened, after which it does not happen again.
     """
@@ -56,20 +56,13 @@ class Told(pl.LightningModule):
             Path(self.once).touch()
         if self.fault == "raise":
             raise KeyError("rank 1 had enough")
-        if self.fault == "exit":
-            sys.exit("rank 1 has seen enough")
-        if self.fault == "exit_well":
-            sys.exit()
         if self.fault == "interrupt":
             raise KeyboardInterrupt
-        if self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == "abort":
-            os.abort()
-        if self.fault == "hang":
-            time.sleep(600)
-        if self.fault == "save":
-            self.trainer.save_checkpoint(self.record + ".ckpt")
+        faults: dict[str, Callable[[], Any]] = {
+            "exit": lambda: sys.exit("rank 1 has seen enough"), "exit_well": sys.exit, "abort": os.abort,
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "hang": lambda: time.sleep(600),
+        }  # fmt: skip
+        faults.get(self.fault, lambda: None)()
 
     def on_train_end(self) -> None:
         if self.fault == "late" and self.global_rank == self.trainer.world_size - 1:

@@ -5,12 +5,20 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from distributed import run_ranks
 from pytorch_lightning.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from evener.strategies import ConfigError
+from evener.strategies import (
+    BalancedDDPStrategy,
+    ConfigError,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 NUM_SAMPLES = 21
@@ -82,6 +90,34 @@ def quiet_trainer(strategy: pl.strategies.Strategy, devices: int = 1, **options:
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 2}
     return Trainer(strategy=strategy, devices=devices, **(quiet | options))
+
+
+_GLOBAL: dict[str, Any] = {"batch_size_is": "global", "timeout_s": 120}
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "single": (1, SingleDeviceStrategy),
+    "ddp": (2, lambda: DDPStrategy(**_GLOBAL)),
+    "weights": (2, lambda: BalancedDDPStrategy([1, 3], timeout_s=120)),
+    "replicas": (4, lambda: DDPStrategy(devices_per_process=2, **_GLOBAL)),
+    "stages": (4, lambda: DDPModelParallelStrategy(num_microbatches=2, **_GLOBAL)),
+    "shards": (2, lambda: FSDPStrategy(**_GLOBAL)),
+}
+"""One device, and strategies of two ranks to which the loader's batch is the global one: devices and strategy."""
+
+
+def trainer_of(name: str, **options: Any) -> Trainer:
+    """A quiet trainer with one of `STRATEGIES`."""
+    devices, strategy = STRATEGIES[name]
+    return quiet_trainer(strategy(), **{"devices": devices, **options})
+
+
+def assert_as_single(
+    function: Any, strategy: str, *args: Any, num_ranks: int = 2, tolerance: float = 1e-10, timeout_s: float = 300
+) -> Any:
+    """Check that `function(strategy, *args)` returns on each rank what it returns on one device; return that."""
+    expected = function("single", *args)
+    for rank in run_ranks(function, num_ranks, strategy, *args, timeout_s=timeout_s):
+        assert_same(rank, expected, tolerance)
+    return expected
 
 
 def refusal(trainer: Trainer, module: Net, loader: Any) -> str:

@@ -150,7 +150,7 @@ class Exchange:
             for key, series in results.valid_items()
             if series.on_epoch and series.computed is None and not series.meta.sync.rank_zero_only
         }
-        described = {key: series.entry() for key, series in own.items()}
+        described = {key: {**series.entry(), "dtype": series.sums.value.dtype} for key, series in own.items()}
         gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results)))
         told: dict[str, list[Entry]] = {}
         for entries, _ in gathered:
@@ -160,8 +160,9 @@ class Exchange:
             self._verify_hook_value(key, entries)
             series = own.get(key) or self._stand_in(results, key, entries[0])
             if series.is_tensor:
-                value, like = combine([Sums(**entry["sums"]) for entry in entries]).result(), series.sums.value
-                series.computed = torch.tensor(value, dtype=like.dtype, device=like.device)
+                value = combine([Sums(**entry["sums"]) for entry in entries]).result()
+                dtype = max((entry["dtype"] for entry in entries), key=lambda dtype: dtype.itemsize)
+                series.computed = torch.tensor(value, dtype=dtype, device=series.device)
             else:
                 series.compute()
         return self._combined_steps([steps for _, steps in gathered], results)
@@ -305,11 +306,11 @@ def _sent(value: Sums | Logged, results: LeanResults) -> Sums:
     return Sums(value.series.kind, float(value.copy) * weight, weight)
 
 
-def _shown(values: list[Sums], results: LeanResults) -> float:
+def _shown(values: list[Sums], results: LeanResults) -> Tensor:
     """Combine the values that the ranks logged under a name."""
     steps = results.metric_steps
     if values[0].kind != "metric" or steps is None:
-        return combine(values).result()
+        return torch.tensor(combine(values).result(), dtype=torch.float64)
     metric = results.trainer.lightning_module.get_submodule(values[0].value[0])
     assert isinstance(metric, Metric)
-    return float(steps.value(metric, [value.value[1] for value in values]))
+    return torch.as_tensor(steps.value(metric, [value.value[1] for value in values])).cpu()

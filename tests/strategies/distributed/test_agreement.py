@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from distributed import run_ranks
-from regression import Net, Numbered, quiet_trainer, refusal, weights
+from regression import Net, Numbered, quiet_trainer, refusal, trainer_of, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from evener.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import FSDPStrategy
 
 
 class Manual(Net):
-    """Computes gradients in several ways."""
+    """Computes gradients by hand, in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -21,10 +21,9 @@ class Manual(Net):
         self.way = way
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y, _ = batch
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        loss = (self.net(x) - y).square().mean()
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
         if self.way == "backward":
             loss.backward()
         elif self.way == "clipped":
@@ -32,15 +31,12 @@ class Manual(Net):
             nn.utils.clip_grad_norm_(self.parameters(), 0.1)
         else:
             own = list(self.parameters())
-            gradients = torch.autograd.grad(loss, own)
-            if self.way == "averaged":  # of ranks with equally many samples
-                gradients = [self.trainer.strategy.reduce(gradient) for gradient in gradients]
-            if self.way == "written":
-                for parameter, gradient in zip(own, gradients, strict=True):
+            for parameter, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+                if self.way == "written":
                     parameter.data -= 0.1 * gradient
-                return
-            for parameter, gradient in zip(own, gradients, strict=True):
-                parameter.grad = gradient
+                else:  # the mean of ranks with equally many samples, or what is this rank's
+                    average = self.way == "averaged"
+                    parameter.grad = self.trainer.strategy.reduce(gradient) if average else gradient
         optimizer.step()
 
 
@@ -79,40 +75,46 @@ def _update(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _trained(num_ranks: int, strategy: Any, way: str) -> str | Tensor:
+DDP = "the ranks have different values of net.0.weight"
+WAYS: dict[str, dict[str, str]] = {
+    "ddp": {
+        **dict.fromkeys(("backward", "assigned", "written", "noise", "in backward"), f"ddp: {DDP}"),
+        **dict.fromkeys(("clipped", "averaged", "common noise", "halved in backward"), ""),
+    },
+    "whole": {
+        "backward": "fsdp: training_step computed gradients of net.",
+        "assigned": "fsdp: `grad = ` is called with a parameter",
+        "written": f"fsdp: {DDP}",
+        **dict.fromkeys(("clipped", "in backward"), ""),
+    },
+    "shards": {"backward": "fsdp: training_step computed gradients of net.2.bias"},
+}
+"""How a refusal begins, by strategy and way; none where the mean of all ranks is trained, as on one device."""
+
+
+def _trained(name: str, way: str) -> str | Tensor:
     module = (Noisy if "noise" in way else InBackward if "in backward" in way else Manual)(way)
-    return refusal(quiet_trainer(strategy, num_ranks), module, DataLoader(Numbered(16), 4)) or weights(module)
+    trainer = (
+        trainer_of(name)
+        if name != "whole"
+        else quiet_trainer(FSDPStrategy([], batch_size_is="global", timeout_s=60), 2)
+    )
+    return refusal(trainer, module, DataLoader(Numbered(16), 4)) or weights(module)
 
 
-REFUSED = ("backward", "assigned", "written", "noise", "in backward")
-
-
-def _all_ways(num_ranks: int) -> dict[str, Any]:
-    ways = (*REFUSED, "clipped", "averaged", "common noise", "halved in backward")
-    found: dict[str, Any] = {
-        way: _trained(num_ranks, DDPStrategy(batch_size_is="global", timeout_s=60), way) for way in ways
-    }
-    for way in ("backward", "assigned", "written", "clipped", "in backward"):
-        fsdp = FSDPStrategy(batch_size_is="global", shard=[], timeout_s=60)
-        found[f"fsdp {way}"] = _trained(num_ranks, fsdp, way)
-    found["fsdp parts"] = _trained(num_ranks, FSDPStrategy(batch_size_is="global", timeout_s=60), "backward")
-    return found
+def _all_ways() -> dict[str, dict[str, Any]]:
+    return {name: {way: _trained(name, way) for way in ways} for name, ways in WAYS.items()}
 
 
 def test_a_ranks_own_gradients_are_refused_and_the_mean_of_all_is_trained() -> None:
     # Each rank trained with its own gradients, without a word, and rank 0's weights were saved.
-    for rank in run_ranks(_all_ways, 2, 2, timeout_s=120):
-        for way in REFUSED:
-            assert rank[way].startswith("ddp: the ranks have different values of net.0.weight: "), way
-        for way in ("clipped", "averaged", "common noise", "halved in backward"):
-            torch.testing.assert_close(rank[way], _trained(1, SingleDeviceStrategy(), way), rtol=0, atol=1e-10)
-        assert rank["fsdp backward"].startswith("fsdp: training_step computed gradients of net.")
-        assert rank["fsdp assigned"].startswith("fsdp: `grad = ` is called with a parameter")
-        assert rank["fsdp written"].startswith("fsdp: the ranks have different values of net.0.weight")
-        assert rank["fsdp parts"].startswith("fsdp: training_step computed gradients of net.2.bias")
-        for way in ("clipped", "in backward"):
-            expected = _trained(1, SingleDeviceStrategy(), way)
-            torch.testing.assert_close(rank[f"fsdp {way}"], expected, rtol=0, atol=1e-10)
+    for rank in run_ranks(_all_ways, 2):
+        for name, ways in WAYS.items():
+            for way, told in ways.items():
+                if told:
+                    assert rank[name][way].startswith(told), way
+                else:
+                    torch.testing.assert_close(rank[name][way], _trained("single", way), rtol=0, atol=1e-10)
 
 
 class OwnLayers(Net):
@@ -130,31 +132,23 @@ class OwnLayers(Net):
             self.net[2] = nn.Identity()
         elif self.way == "frozen" and rank:
             self.net[0].requires_grad_(False)
-        elif self.way == "values":
-            with torch.no_grad():
-                self.net[0].bias[1] += rank
 
 
-def _wrapped(way: str) -> str | Tensor:
-    module = OwnLayers(way)
-    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_steps=0 if way == "values" else 1)
-    return refusal(trainer, module, DataLoader(Numbered(16), 4)) or weights(module)
+LAYERS = ("shape", "missing", "frozen")
 
 
-def _all_layers() -> list[Any]:
-    return [_wrapped(way) for way in ("shape", "missing", "frozen", "values")]
+def _all_layers() -> list[str]:
+    return [refusal(trainer_of("ddp"), OwnLayers(way), DataLoader(Numbered(16), 4)) for way in LAYERS]
 
 
-def test_ranks_that_train_other_parameters_are_refused_and_other_values_become_rank_0s() -> None:
-    (shape, missing, frozen, values), (*others, same) = run_ranks(_all_layers, 2, timeout_s=120)
+def test_ranks_that_train_other_parameters_are_refused() -> None:
+    (shape, missing, frozen), others = run_ranks(_all_layers, 2)
     assert others == [shape, missing, frozen]
     first = "ddp: the ranks have different modules: where rank 0 trains"
     last = "net.2.weight (float64, shape (1, 4)), rank 1 trains"
     assert f"{first} {last} net.2.weight (float64, shape (2, 4)). " in shape
     assert f"{first} {last} none. " in missing
     assert f"{first} net.0.weight (float64, shape (4, 3)), rank 1 trains net.2.weight " in frozen
-    torch.testing.assert_close(same, values, rtol=0, atol=0)
-    torch.testing.assert_close(values, weights(Net()), rtol=0, atol=0)
 
 
 class Normalized(Net):
@@ -174,18 +168,15 @@ class Normalized(Net):
 
 
 def _warnings_of(way: str) -> list[str]:
-    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=60), 2, max_steps=3)
+    trainer = trainer_of("ddp", max_steps=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Normalized(way), DataLoader(Numbered(16), 4))
     return [str(one.message) for one in caught if "buffer" in str(one.message)]
 
 
-def _warnings_of_all() -> list[list[str]]:
-    return [_warnings_of(way) for way in ("own", "all")]
-
-
 def test_a_buffer_that_each_rank_computes_of_its_samples_is_warned_of_once() -> None:
-    (own, gathered), others = run_ranks(_warnings_of_all, 2, timeout_s=120)
-    assert [message.partition(",")[0] for message in own] == ["ddp: each rank has its own values of the buffer scale"]
-    assert (gathered, others) == ([], [[], []])
+    (told,), others = run_ranks(_warnings_of, 2, "own")
+    assert told.startswith("ddp: each rank has its own values of the buffer scale,")
+    assert others == []
+    assert run_ranks(_warnings_of, 2, "all") == [[], []]

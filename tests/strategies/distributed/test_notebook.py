@@ -67,20 +67,16 @@ class Notebook:
         """Processes that the kernel has started and that are alive."""
         return psutil.Process(self.manager.provisioner.pid).children(recursive=True)
 
-    def end(self) -> None:
-        """End the kernel and all that it has started."""
-        children = self.children()
-        self.client.stop_channels()
-        self.manager.shutdown_kernel(now=True)
-        for child in children:
-            child.kill()
-
 
 @pytest.fixture
 def notebook() -> Iterator[Notebook]:
     notebook = Notebook()
     yield notebook
-    notebook.end()
+    children = notebook.children()
+    notebook.client.stop_channels()
+    notebook.manager.shutdown_kernel(now=True)
+    for child in children:
+        child.kill()
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Objects travel between ranks as CPU tensors, in pieces; on CUDA the process group has a backend for them."""
+"""Objects travel between ranks as CPU tensors; on CUDA the process group has a backend for them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from torch import Tensor
+from regression import assert_same
 
 from evener.strategies.distributed import objects
 
@@ -33,47 +33,17 @@ def test_the_process_group_always_sends_cpu_tensors(
     assert objects.backend_for(expected, device) == expected  # of its own choice, too
 
 
-def _exchanged() -> Any:
+def _exchanged(num: int) -> Any:
     dist.init_process_group("gloo")
-    objects.SMALL_BYTES = 500
-    sent: list[tuple[str, str, int]] = []
-
-    def spying(name: str) -> None:
-        call = getattr(dist, name)
-
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            tensor: Tensor = args[name == "all_gather"]
-            sent.append((name, tensor.device.type, tensor.nbytes))
-            return call(*args, **kwargs)
-
-        setattr(dist, name, spy)
-
-    for name in ("gather", "all_gather", "broadcast"):
-        spying(name)
-    rank = dist.get_rank()
-    value = {"rank": rank, "x": torch.full((100 + 400 * rank,), float(rank)), "names": ["a"] * rank}
-    on_all = objects.gather_objects(value)
-    on_first = objects.gather_objects(value, only_first=True)
-    whole = sent.copy()
-    sent.clear()
-    assert objects.gather_objects("a" * 100 * (rank + 1)) == ["a" * 100, "a" * 200]
-    assert objects.gather_objects(rank, only_first=True) == ([] if rank else [0, 1])
-    small = [name for name, _, _ in sent]
-    texts = [objects.broadcast_object(letter * length * rank, src=1) for letter, length in (("b", 400), ("c", 5000))]
-    assert texts == ["b" * 400, "c" * 5000]
+    value = {"x": torch.full((num,), float(dist.get_rank())), "names": ["a"] * dist.get_rank()}
+    found = [objects.gather_objects(value), objects.gather_objects(value, only_first=True)]
+    found.append(objects.broadcast_object(value, src=1))
     dist.destroy_process_group()
-    return [_plain(part) for part in on_all], on_first and [_plain(part) for part in on_first], whole, small
+    return found
 
 
-def _plain(value: Any) -> Any:
-    return value["rank"], len(value["x"]), float(value["x"].mean()), value["names"]
-
-
-def test_objects_travel_as_cpu_tensors_and_small_ones_at_once() -> None:
-    expected = [(0, 100, 0.0, []), (1, 500, 1.0, ["a"])]
-    (all_0, first_0, sent, small), (all_1, first_1, sent_1, _) = run_ranks(_exchanged, 2)
-    assert all_0 == all_1 == first_0 == expected
-    assert first_1 == []
-    assert sent == sent_1
-    assert {device for _, device, _ in sent} == {"cpu"}
-    assert small == ["gather", "broadcast"] * 2
+@pytest.mark.parametrize("num", [100, 5000])  # small ones travel at once, others after their sizes
+def test_objects_come_by_rank_whatever_their_size(num: int) -> None:
+    values = [{"x": torch.full((num,), float(rank)), "names": ["a"] * rank} for rank in (0, 1)]
+    for rank, found in enumerate(run_ranks(_exchanged, 2, num)):
+        assert_same(found, [values, [] if rank else values, values[1]], 0)

@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, assert_as_single, quiet_trainer, trainer_of, weights
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.data import DataLoader
@@ -20,6 +20,8 @@ from evener.strategies import (
     DDPStrategy,
     SingleDeviceStrategy,
 )
+
+GLOBAL: dict[str, Any] = {"batch_size_is": "global", "timeout_s": 120}
 
 
 class Thawing(Net):
@@ -48,22 +50,15 @@ class Growing(Net):
 
 
 class Scheduled(Net):
-    """A schedule that asks, before any loader was read, how many steps there will be."""
-
-    num_steps = 0
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        self.num_steps = self.num_steps or int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.num_steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-class ScheduledEarly(Scheduled):
-    """Asks before the strategy has set up anything, as many modules do."""
+    """Asks before the strategy has set up anything, and any loader was read, how many steps there will be."""
 
     def setup(self, stage: str) -> None:
         self.num_steps = int(self.trainer.estimated_stepping_batches)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.num_steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 class Late(Net):
@@ -78,21 +73,12 @@ class Late(Net):
         return super().training_step(batch, batch_idx)
 
 
-class Toggling(Net):
-    """Trains one layer alone, by hand."""
+class Unused(Net):
+    """Has a layer that no loss depends on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first: Any = self.optimizers()[0]  # type: ignore[index]
-        self.toggle_optimizer(first)
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.untoggle_optimizer(first)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+        self.spare = nn.Linear(2, 2).double()
 
 
 class TogglingLate(Net):
@@ -130,12 +116,39 @@ class Searching(Net):
 
 
 class Editing(Net):
-    """Replaces the content of its gradients."""
+    """Scales its gradients down by their norm, as they are after each backward pass; and replaces their content."""
 
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             assert parameter.grad is not None
             parameter.grad.data = parameter.grad.data / (1 + parameter.grad.data.norm())
+
+
+class Hooked(Net):
+    """Steps by its forward, whose hook doubles the output: once, as on one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+class ByHand(Net):
+    """Steps its optimizer after every second batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class Sparse(Net):
@@ -176,65 +189,68 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "thawing, accumulated": (Thawing, {"accumulate_grad_batches": 2}),
     "growing": (Growing, {}),
     "scheduled": (Scheduled, {}),
-    "scheduled early": (ScheduledEarly, {}),
     "toggling late": (TogglingLate, {}),
     "editing": (Editing, {}),
-    "searching, accumulated": (
-        Searching,
-        {"accumulate_grad_batches": 3, "exact_accumulation": True, "limit_train_batches": 1},
-    ),
+    # with accumulation the hook saw this rank's gradients until the last batch; those of all divided by their number
+    "editing, accumulated": (Editing, {"accumulate_grad_batches": 2}),
+    "editing, accumulated exactly": (Editing, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
+    "hooked": (Hooked, {}),
+    "by hand": (ByHand, {}),  # which a rank without samples ended in an error
+    # the ranks' losses were added without their weights for an optimizer that decides by them
+    "searching": (Searching, {"accumulate_grad_batches": 3, "exact_accumulation": True, "limit_train_batches": 1}),
 }
 
 
 def trained(case: str, strategy: Any, devices: int, **more: Any) -> Tensor:
     cls, options = CASES[case]
     module = cls()
-    quiet_trainer(strategy, devices, **options, **more).fit(module, DataLoader(Numbered(), 6))
+    # the last batch has one sample
+    quiet_trainer(strategy, devices, **options, **more).fit(module, DataLoader(Numbered(19), 6))
     if isinstance(module, TogglingLate):  # the wrapper gave the other layer gradients of zeros
         assert module.with_gradient[:2] == [["net.0.weight", "net.0.bias"], [n for n, _ in module.named_parameters()]]
-    return nn.utils.parameters_to_vector(module.parameters()).detach()
+    return weights(module)
 
 
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for case in CASES:
-        found[case, "ddp"] = trained(case, DDPStrategy(batch_size_is="global", timeout_s=120), 2)
+        found[case, "ddp"] = trained(case, DDPStrategy(**GLOBAL), 2)
         found[case, "uneven"] = trained(case, BalancedDDPStrategy([1, 3], timeout_s=120), 2)
-    two_each = DDPStrategy(batch_size_is="global", devices_per_process=2, timeout_s=120)
-    found["thawing", "two devices each"] = trained("thawing", two_each, 4)
-    stages = DDPModelParallelStrategy(batch_size_is="global", num_microbatches=2, timeout_s=120)
-    found["thawing", "two stages each"] = trained("thawing", stages, 4)
+    found["thawing", "two devices each"] = trained("thawing", DDPStrategy(devices_per_process=2, **GLOBAL), 4)
+    found["thawing", "two stages each"] = trained("thawing", DDPModelParallelStrategy(num_microbatches=2, **GLOBAL), 4)
     # torch's wrapper lost the gradients that a hook had replaced in its buckets
-    views = DDPStrategy(batch_size_is="global", gradient_as_bucket_view=True, timeout_s=120)
-    found["editing", "views of buckets"] = trained("editing", views, 2)
-    own, hook = DDPStrategy(batch_size_is="global", timeout_s=120), Hook()
-    found["plain", "own hook"] = trained("plain", own, 2, callbacks=[hook])
+    found["editing", "views of buckets"] = trained("editing", DDPStrategy(gradient_as_bucket_view=True, **GLOBAL), 2)
+    hook = Hook()
+    found["plain", "own hook"] = trained("plain", DDPStrategy(**GLOBAL), 2, callbacks=[hook])
     assert hook.num_called == 8  # a bucket in each step
-    for module in (Late(), Toggling()):
-        try:
-            strategy = DDPStrategy(timeout_s=120, find_unused_parameters=False)
+    for module in (Late(), Unused()):
+        strategy = DDPStrategy(timeout_s=120, find_unused_parameters=False)
+        with pytest.raises((ValueError, RuntimeError)) as raised:
             quiet_trainer(strategy, 2).fit(module, DataLoader(Numbered(), 3))
-        except (ValueError, RuntimeError) as exc:
-            found[type(module).__name__] = str(exc)
+        found[type(module).__name__] = str(raised.value)
+    with pytest.raises(ConfigError) as raised:
+        quiet_trainer(DDPStrategy(static_graph=True, **GLOBAL), 2).fit(TogglingLate(), DataLoader(Numbered(), 6))
+    found["static"] = str(raised.value)
     return found
 
 
 def test_ranks_reduce_what_is_frozen_unfrozen_and_added_as_one_device_trains_it() -> None:
-    # With exact accumulation the ranks' losses were added without their weights for an optimizer that decides by them.
     by_rank = run_ranks(_train_all, 2, timeout_s=300)
     single = {case: trained(case, SingleDeviceStrategy(), 1) for case in CASES}
     for found in by_rank:
         assert "unfrozen within training_step" in found.pop("Late")
-        assert "took no part in the loss: net.2.weight, net.2.bias." in found.pop("Toggling")
-        for (case, way), weights in found.items():
-            torch.testing.assert_close(weights, single[case], rtol=0, atol=1e-10, msg=f"{case}, {way}")
+        assert "took no part in the loss: spare.weight, spare.bias." in found.pop("Unused")
+        # the first backward pass was not reduced, and with toggled optimizers the weights were wrong
+        assert "static_graph=true can't be recorded in manual optimization" in found.pop("static")
+        for (case, way), trained_weights in found.items():
+            torch.testing.assert_close(trained_weights, single[case], rtol=0, atol=1e-10, msg=f"{case}, {way}")
 
 
 class Initial(pl.Callback):
     """Copies the weights that a module has when a run is set up, as a lottery ticket does."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.weights = nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone()
+        self.weights = weights(pl_module)
 
 
 class Unseeded(Net):
@@ -246,32 +262,13 @@ class Unseeded(Net):
         self.net[0].reset_parameters()
 
 
-def _set_up_unseeded() -> tuple[Tensor, float]:
-    initial, module = Initial(), Unseeded()
-    strategy = DDPStrategy(batch_size_is="global", timeout_s=60)
-    trainer = quiet_trainer(strategy, 2, callbacks=[initial])
-    value = trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)[0]["val"]
-    return initial.weights, value
+def _validate_unseeded(strategy: str) -> tuple[Tensor, float]:
+    initial = Initial()
+    trainer = trainer_of(strategy, callbacks=[initial])
+    (values,) = trainer.validate(Unseeded(), DataLoader(Numbered(), 6), verbose=False)
+    return initial.weights, values["val"]
 
 
 def test_hooks_of_setup_and_evaluations_see_the_weights_of_rank_0() -> None:
     """`ModelPruning` reset weights to each rank's own; an evaluation was the mean over different modules."""
-    trainer = quiet_trainer(SingleDeviceStrategy(), 1)
-    module = Unseeded()
-    weights = nn.utils.parameters_to_vector(module.parameters()).detach()
-    expected = trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)[0]["val"]
-    for found, value in run_ranks(_set_up_unseeded, 2):
-        torch.testing.assert_close(found, weights, rtol=0, atol=0)
-        assert value == pytest.approx(expected, rel=1e-6)
-
-
-def _record_manual() -> str:
-    strategy = DDPStrategy(batch_size_is="global", static_graph=True, timeout_s=60)
-    with pytest.raises(ConfigError, match="static_graph=true can't be recorded in manual optimization") as raised:
-        quiet_trainer(strategy, 2).fit(TogglingLate(), DataLoader(Numbered(), 6))
-    return str(raised.value)
-
-
-def test_a_static_graph_of_manual_optimization_is_refused() -> None:
-    """The first backward pass was not reduced, and with toggled optimizers the weights were wrong."""
-    assert len(run_ranks(_record_manual, 2)) == 2
+    assert_as_single(_validate_unseeded, "ddp", tolerance=1e-6)

@@ -247,6 +247,10 @@ SHORT = {
         Case(trainer={"accumulate_grad_batches": 3, "exact_accumulation": True}),
         [("ddp", 3), ("single_device", 1), ("ddp", 2), ("model_parallel", 1)],
     ),
+    "stages": (
+        Case(),
+        [("ddp_model_parallel", 2), ("dp", 1), ("ddp_model_parallel", 3), ("single_device", 1), ("ddp", 2)],
+    ),
     "an order that is drawn anew": (Case("draws_anew"), [("single_device", 1), ("ddp", 2), ("single_device", 1)]),
     "a given batch size": (Case(given_size=True), [("ddp", 7), ("single_device", 1), ("ddp", 3), ("ddp", 2)]),
     "a stream, with a worker": (Case("stream", 1), [("ddp", 2), ("ddp", 3)]),

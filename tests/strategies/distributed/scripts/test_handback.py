@@ -16,10 +16,10 @@ import torch
 from distributed import run_script
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.tuner import Tuner
-from regression import assert_same
+from regression import assert_same, trainer_of
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from evener.strategies import ConfigError
 from evener.strategies.distributed.scripts.launcher import shared_by_name
 from evener.strategies.distributed.store import RankError
 from evener.trainer import Trainer
@@ -77,16 +77,10 @@ def _halve(epoch: int) -> float:
     return 0.5**epoch
 
 
-def trainer_of(strategy: str, folder: Path, **options: Any) -> tuple[Trainer, History]:
-    history = History()
-    ranked = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
-    made = ranked[strategy](batch_size_is="global", timeout_s=300) if strategy in ranked else SingleDeviceStrategy()
-    trainer = Trainer(
-        strategy=made, devices=2 if strategy in ranked else 1, accelerator="cpu", logger=False,
-        callbacks=[history, EarlyStopping("val", patience=5), Checkpoint(folder, monitor="val")],
-        enable_progress_bar=False, enable_model_summary=False, precision="64-true", **{"max_epochs": 2, **options},
-    )  # fmt: skip
-    return trainer, history
+def made(strategy: str, folder: Path, **options: Any) -> Trainer:
+    callbacks = [History(), EarlyStopping("val", patience=5), Checkpoint(folder, monitor="val")]
+    exact: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True, "callbacks": callbacks}
+    return trainer_of(strategy, **exact, **options)
 
 
 def data() -> DataLoader[Any]:
@@ -103,12 +97,12 @@ def numbers_of_batches(trainer: Trainer) -> dict[str, Any]:
 
 def script(strategy: str, folder: Path) -> dict[str, Any]:
     """What a script sees after each of its calls."""
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pl.seed_everything(5, verbose=False)
     module = Net().eval()  # BatchNorm's running statistics are not part of the comparison
     weight = module.layers[0].weight
-    trainer, history = trainer_of(strategy, folder)
+    trainer = made(strategy, folder)
+    history: Any = trainer.callbacks[0]
     epochs = module.epochs
     trainer.fit(module, data(), data())
     early, best = trainer.early_stopping_callback, trainer.checkpoint_callback
@@ -118,16 +112,11 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
         "progress": (trainer.global_step, trainer.current_epoch, str(trainer.state.status), trainer.should_stop),
         "batches": numbers_of_batches(trainer),
         "metrics": [dict(m) for m in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)],
-        "history": (
-            torch.tensor(history.losses).shape,
-            list(module.epochs),
-            [type(cb).__name__ for cb in trainer.callbacks],
-        ),
+        "history": (len(history.losses), list(module.epochs), [type(each).__name__ for each in trainer.callbacks]),
         "scores": (early.best_score, best.best_model_score, Path(best.best_model_path).name),
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "same objects": epochs is module.epochs
-        and weight is module.layers[0].weight
-        and weight in trainer.optimizers[0].state,
+        "same objects": (epochs is module.epochs, weight is module.layers[0].weight),
+        "in optimizer": weight in trainer.optimizers[0].state,
         "optimizer": trainer.optimizers[0].state_dict(),
         "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "checkpoint": (saved["global_step"], saved["epoch"], saved["optimizer_states"], saved["state_dict"]),
@@ -136,11 +125,11 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
     trainer.fit_loop.max_epochs = 3  # the same trainer trains on
     trainer.fit(module, data(), data())
     seen["trained on"] = (trainer.global_step, len(history.losses), module.epochs)
-    resumed, _ = trainer_of(strategy, folder / "resumed", max_epochs=3)
+    resumed = made(strategy, folder / "resumed", max_epochs=3)
     again = Net().eval()
     resumed.fit(again, data(), data(), ckpt_path=folder / "final.ckpt")
     seen["resumed"] = (resumed.global_step, again.state_dict())
-    predictor, _ = trainer_of(strategy, folder / "predict")
+    predictor = made(strategy, folder / "predict")
     seen["predicted"] = torch.cat(predictor.predict(module, data()))
     seen["predicted batches"] = numbers_of_batches(predictor)
     seen["validated"] = predictor.validate(module, data(), verbose=False)
@@ -148,7 +137,7 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("shards", marks=pytest.mark.slow)])
 def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> None:
     # After fsdp the script's module had rank 0's shards, with which neither it nor the trainer could go on.
     ours, single = (run_script(script, name, tmp_path / name) for name in (strategy, "single"))
@@ -166,19 +155,40 @@ class WithData(Net):
         return DataLoader(data().dataset, batch_size=4)
 
 
+class Locked(History):
+    def on_train_start(self, *_: Any) -> None:
+        self.lock, number = threading.Lock(), 3
+        self.lambdas = [lambda epoch, base=2: base * epoch + number]  # as a LambdaLR has
+
+
+def slow(module: pl.LightningModule) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.125)
+
+
 def _row(numbers: list[int]) -> list[torch.Tensor]:
     return [torch.full((1, 3), float(numbers[0]), dtype=torch.float64)]
 
 
-def read(folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    trainer, _ = trainer_of("ddp", folder)
+def look(folder: Path) -> list[str]:
+    """What a script is told in a fit, after which it finds its callbacks, its module's methods and its loaders."""
+    trainer = made("ddp", folder)
+    trainer.callbacks[0] = locked = Locked()
+    module: Any = WithData().eval()
+    module.configure_optimizers = MethodType(slow, module)
     train, val = data(), data()
-    trainer.fit(WithData().eval(), train, val)
-    assert trainer.train_dataloader is train
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, train, val)
+    assert trainer.callbacks[0] is locked
+    assert len(locked.losses) == 6
+    assert locked.lambdas[0](5) == 13
+    # it was looked up by its function's name: 'Net' object has no attribute 'slow', after training
+    assert module.configure_optimizers().param_groups[0]["lr"] == 0.125
+    assert trainer.train_dataloader is train  # they were None
     assert trainer.val_dataloaders is val
     trainer.save_checkpoint(folder / "final.ckpt")
     trainer._checkpoint_connector.restore(folder / "final.ckpt")  # in the script, which did not make the loaders
+    warnings.simplefilter("ignore")
     trainer.predict(WithData().eval(), train)
     assert trainer.predict_dataloaders.dataset is train.dataset
     trainer.predict(WithData().eval(), alike := DataLoader(range(9), collate_fn=_row))
@@ -187,11 +197,22 @@ def read(folder: Path) -> None:
     assert torch.equal(trainer.predict_dataloaders.dataset.tensors[0], data().dataset[:][0])
     assert len(trainer.predict_dataloaders) == 3
     assert trainer.train_dataloader is None
+    return [str(warning.message) for warning in told]
 
 
-def test_a_script_has_the_loaders_that_its_ranks_have_read(tmp_path: Path) -> None:
-    # they were None
-    run_script(read, tmp_path)
+def test_a_script_has_what_its_ranks_have_used_and_is_told_what_cannot_be_brought_back(tmp_path: Path) -> None:
+    told = run_script(look, tmp_path)
+    assert any("Locked.lock: can't be brought back from the processes that trained" in text for text in told), told
+
+
+def test_a_method_given_to_a_module_under_another_name_reaches_spawned_ranks() -> None:
+    # they ended with "'Net' object has no attribute 'slow'" before they began
+    module: Any = Net()
+    module.configure_optimizers, module.by_name = MethodType(slow, module), module.training_step
+    with shared_by_name():
+        sent: Any = pickle.loads(ForkingPickler.dumps(module))
+    assert sent.configure_optimizers().param_groups[0]["lr"] == 0.125
+    assert sent.configure_optimizers.__self__ is sent.by_name.__self__ is sent
 
 
 class Counting(History):
@@ -207,88 +228,24 @@ class Failing(Net):
             raise ValueError("not again")
 
 
-def fail(folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    trainer, _ = trainer_of("ddp", folder)
-    trainer.callbacks[0] = counting = Counting()
-    with pytest.raises(RankError, match="not again"):
-        trainer.fit(Failing().eval(), data(), data())
-    assert trainer.callbacks[0] is counting
-    assert counting.failed == 1
-    assert len(counting.losses) == 3
-
-
-def test_callbacks_of_a_run_that_failed_are_what_they_were_when_it_did(tmp_path: Path) -> None:
-    # as on one device, where the script's callback counted the failure, and kept what it had seen
-    run_script(fail, tmp_path)
-
-
-class Locked(History):
-    def on_train_start(self, *_: Any) -> None:
-        self.lock, number = threading.Lock(), 3
-        self.lambdas = [lambda epoch, base=2: base * epoch + number]  # as a LambdaLR has
-
-
-def lose(folder: Path) -> list[str]:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    trainer, _ = trainer_of("ddp", folder)
-    trainer.callbacks[0] = Locked()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        trainer.fit(Net().eval(), data(), data())
-    assert len(trainer.callbacks[0].losses) == 6
-    assert trainer.callbacks[0].lambdas[0](5) == 13
-    return [str(warning.message) for warning in told]
-
-
-def test_what_cannot_be_brought_back_is_named(tmp_path: Path) -> None:
-    told = run_script(lose, tmp_path)
-    assert any("Locked.lock: can't be brought back from the processes that trained" in text for text in told), told
-
-
-def slow(module: pl.LightningModule) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.125)
-
-
-def give_method(folder: Path) -> float:
-    warnings.simplefilter("ignore")
-    trainer, _ = trainer_of("ddp", folder)
-    module: Any = Net().eval()
-    module.configure_optimizers = MethodType(slow, module)
-    trainer.fit(module, data(), data())
-    return module.configure_optimizers().param_groups[0]["lr"]
-
-
-def test_a_method_given_to_a_module_under_another_name_comes_back(tmp_path: Path) -> None:
-    # it was looked up by its function's name: 'Net' object has no attribute 'slow', after training
-    assert run_script(give_method, tmp_path) == 0.125
-
-
-def test_a_method_given_to_a_module_under_another_name_reaches_spawned_ranks() -> None:
-    # they ended with "'Net' object has no attribute 'slow'" before they began
-    module: Any = Net()
-    module.configure_optimizers, module.by_name = MethodType(slow, module), module.training_step
-    with shared_by_name():
-        sent: Any = pickle.loads(ForkingPickler.dumps(module))
-    assert sent.configure_optimizers().param_groups[0]["lr"] == 0.125
-    assert sent.configure_optimizers.__self__ is sent.by_name.__self__ is sent
-
-
 class Refusing(Net):
     def on_train_start(self) -> None:
         raise ConfigError("no such thing. Give another.")
 
 
-def refuse(folder: Path) -> None:
-    warnings.simplefilter("ignore")
-    trainer, _ = trainer_of("ddp", folder)
+def fail(folder: Path) -> None:
+    trainer = made("ddp", folder)
+    trainer.callbacks[0] = counting = Counting()
+    with pytest.raises(RankError, match="not again"):
+        trainer.fit(Failing().eval(), data(), data())
+    assert trainer.callbacks[0] is counting  # as on one device it has counted the failure, and kept what it had seen
+    assert (counting.failed, len(counting.losses)) == (1, 3)
     with pytest.raises(ConfigError, match=r"^no such thing. Give another.$"):
-        trainer.fit(Refusing(), data(), data())
+        made("ddp", folder).fit(Refusing(), data(), data())
 
 
-def test_a_refusal_of_the_ranks_is_a_refusal_of_fit(tmp_path: Path) -> None:
-    run_script(refuse, tmp_path)
+def test_a_failure_of_the_ranks_is_one_of_fit_and_their_callbacks_come_back(tmp_path: Path) -> None:
+    run_script(fail, tmp_path)
 
 
 class Tuned(Net):
@@ -302,11 +259,11 @@ class Tuned(Net):
 
 def tune(strategy: str, folder: Path) -> dict[str, Any]:
     """Search for a learning rate, which ends the search's run by an exception, and train."""
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pl.seed_everything(5, verbose=False)
     module = Tuned().eval()
-    trainer, history = trainer_of(strategy, folder, default_root_dir=folder)
+    trainer = made(strategy, folder, default_root_dir=folder)
+    history: Any = trainer.callbacks[0]
     alike = DataLoader(TensorDataset(torch.ones(12, 3, dtype=torch.float64)), 4)  # rank 0's loss is that of all
     found = Tuner(trainer).lr_find(module, alike, data(), num_training=20, early_stop_threshold=None)
     assert found is not None
