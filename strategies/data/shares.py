@@ -95,8 +95,8 @@ class RankShares:
         self._become(None)
 
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
-        """Weight the losses by `own`, their weight on this rank, in place of samples; `total` is the ranks' mean."""
-        self.scale = torch.where(total > 0, own / total, 0.0)
+        """Weight the losses by `own`, this rank's weight, not samples; `total` is the ranks' mean, by samples if 0."""
+        self.scale = torch.where(total > 0, own / total, self.weight)
         self.weighed_losses.append((losses, self.scale))
 
     def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:

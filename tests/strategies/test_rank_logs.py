@@ -135,9 +135,10 @@ STOCK = {"lean": False}
         # A loss with `loss_weight` was weighted by samples; a rank without samples exchanged values of another dtype,
         # so that ranks waited for each other; values logged after the step counted its stand-in's samples, and were
         # not weighted by ranks' samples at all; as many labels as samples of a rank were taken for their number.
+        # Where no rank had a label (the last of 21), the loss was nan, and counted for nothing.
         *((Labels, name, 17, {}) for name in RANKS),
-        (Labels, "ddp", 19, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
-        (Labels, "replicas", 19, {"accumulate_grad_batches": 2}),
+        (Labels, "ddp", 21, {"accumulate_grad_batches": 2, "exact_accumulation": True}),
+        (Labels, "replicas", 21, {"accumulate_grad_batches": 2}),
         (Labels, "ddp", 17, STOCK),
         # Only the loss of a closure's last call had the module's `loss_weight`; the epoch's mean is over all calls.
         (Searching, "ddp", 17, {}),

@@ -64,7 +64,8 @@ class Aggregates(Net):
         self.of["epochs"].update(1.5)
         self.of["losses"].update(loss)
         self.of["of_epochs"].update(loss.item())
-        self.found.append({name: metric.compute() for name, metric in self.of.items()})
+        # what is logged as an object was reset with the validation
+        self.found.append({name: metric.compute() for name, metric in self.of.items() if name != "validated"})
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         x, y, _ = batch
