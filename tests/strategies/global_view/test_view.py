@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -123,14 +123,22 @@ def _train_all(strategy: Any, size_is: Any, batch: int) -> dict[str, dict[str, T
 
 
 def _train(
-    strategy: Any, devices: int, batch: int, form: str = "pairs", word: str = "strategy.global_view"
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Train with a loss whose parts differ, whatever the numbers are; what that left, and what the log says of it."""
+    ways: dict[str, tuple[Any, ...]], form: str = "pairs", word: str = "strategy.global_view"
+) -> list[tuple[dict[str, Tensor], list[str]]]:
+    """Train in all ways with a loss whose parts differ, whatever the numbers are; what that left, and what was told."""
     told = list[str]()
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pytorch_lightning.utilities.rank_zero").addHandler(handler)
-    return _fit(strategy(), devices, form, batch), [line for line in told if word in line]
+    found = []
+    for strategy, devices, batch, *_ in ways.values():
+        told.clear()
+        found.append((_fit(strategy(), devices, form, batch), [line for line in told if word in line]))
+    return found
+
+
+def _references(forms: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    return {form: _fit(SingleDeviceStrategy(), 1, form, 8) for form in forms}
 
 
 @functools.cache
@@ -142,7 +150,6 @@ def expected(*forms: str) -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "size_is", "batch"),
     [
-        (DDPStrategy, 2, "global", 8),
         (DDPStrategy, 3, "global", 8),
         (DDPStrategy, 2, "per_device", 4),
         (FSDPStrategy, 2, "global", 8),
@@ -176,46 +183,42 @@ ON_RANKS = {
 """Strategies of two ranks, their devices, the loader's batch, and how whole batches are computed."""
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config(name: str) -> None:
-    strategy, devices, batch, how = ON_RANKS[name]
-    (first, [line]), (other, nothing) = run_ranks(_train, 2, strategy, devices, batch)
-    for found in (first, other):
+def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config() -> None:
+    first, other = run_ranks(_train, 2, ON_RANKS)
+    for (name, (*_, how)), (trained, [line]), (by_other, nothing) in zip(ON_RANKS.items(), first, other, strict=True):
+        for found in (trained, by_other):
+            torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
+        assert nothing == []
+        assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line), name
+        assert line.endswith(f". So {how}; evener.over_batch(fn) is faster."), name
+
+
+FIRST = "on the first device alone"
+IN_ONE_PROCESS = {
+    "dp": (DataParallelStrategy, 2, 8, FIRST),
+    "dp of stages": (partial(DataParallelStrategy, model_parallel_size=2), 4, 8, FIRST),
+    "balanced_dp, first device spared": (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, 8, FIRST),
+    "balanced_dp": (BalancedDataParallelStrategy, 2, 8, FIRST),
+    "model_parallel": (partial(ModelParallelStrategy, num_microbatches=2), 2, 8, "without micro-batches"),
+}
+
+
+def test_one_process_gives_it_whole_batches() -> None:
+    [ran] = run_ranks(_train, 1, IN_ONE_PROCESS)
+    for (name, (*_, how)), (found, told) in zip(IN_ONE_PROCESS.items(), ran, strict=True):
         torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
-    assert nothing == []
-    assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line)
-    assert line.endswith(f". So {how}; evener.over_batch(fn) is faster.")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "devices", "how"),
-    [
-        (DataParallelStrategy, 2, "on the first device alone"),
-        (partial(DataParallelStrategy, model_parallel_size=2), 4, "on the first device alone"),
-        (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, "on the first device alone"),
-        (BalancedDataParallelStrategy, 2, "on the first device alone"),
-        (partial(ModelParallelStrategy, num_microbatches=2), 2, "without micro-batches"),
-    ],
-)
-def test_one_process_gives_it_whole_batches(strategy: Any, devices: int, how: str) -> None:
-    found, told = run_ranks(_train, 1, strategy, devices, 8)[0]
-    torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
-    [line] = [line for line in told if "training_step" in line]
-    assert re.match(r"\w+: computed in chunks of 4, 3 and 1 samples, the gradient of .* differs .*%", line)
-    assert line.endswith(
-        f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
-    )
+        [line] = [line for line in told if "training_step" in line]
+        assert re.match(r"\w+: computed in chunks of 4, 3 and 1 samples, the gradient of .* differs .*%", line), name
+        assert line.endswith(
+            f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
+        )
 
 
 def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_line_names_its_error() -> None:
     # one that fails on its rank, whatever its samples are, ends the run: test_launcher.py, test_notebook.py
-    (found, [line]), *_ = run_ranks(_train, 2, ON_RANKS["ddp"][0], 2, 8, "five")
+    [(found, [line])], _ = run_ranks(_train, 2, {"ddp": ON_RANKS["ddp"]}, "five")
     torch.testing.assert_close(found, expected("five")["five"], rtol=EXACT, atol=EXACT)
     assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(3\)", line)
-
-
-def _references(forms: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-    return {form: _fit(SingleDeviceStrategy(), 1, form, 8) for form in forms}
 
 
 @pytest.mark.parametrize(
@@ -234,50 +237,37 @@ def test_what_it_has_no_use_for_is_refused_by_name(kind: type[DDPStrategy], opti
         kind(global_view=True, **options)
 
 
-def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
-    for told in run_ranks(_told_of_pairs, 2):
-        assert "leave out DDPStrategy(global_view=False), or set" in told
-
-
 def _told_of_pairs() -> str:
     with pytest.raises(ConfigError) as told:
         _fit(DDPStrategy(batch_size_is="global", global_view=False, timeout_s=60), 2, "pairs", 8)
     return str(told.value)
 
 
+def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
+    for told in run_ranks(_told_of_pairs, 2):
+        assert "leave out DDPStrategy(global_view=False), or set" in told
+
+
 def test_the_log_tells_what_was_computed_on_all_rows_and_what_that_took() -> None:
-    (_, first), (_, other) = run_ranks(_train, 2, _ddp(global_view=True), 2, 8, "masked", "global view:")
+    ways = {"ddp": (_ddp(global_view=True), 2, 8)}
+    [(_, first)], [(_, other)] = run_ranks(_train, 2, ways, "masked", "global view:")
     assert not other
     assert re.fullmatch(r"global view: .*\bindex \(\d+×, \S+ MB, \S+ ms/step\).*", first[-1])
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_batches_that_it_can_not_join_are_refused_with_the_remedy(is_stream: bool) -> None:
-    assert run_ranks(_refused, 2, is_stream) == [0, 0]
-
-
-def _refused(is_stream: bool) -> int:
+def _refused() -> None:
     torch.set_default_dtype(torch.float64)
-    module, data = Everything("mean"), TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
-    batches: Any = [data[:4], data[4:]]
-    trainer = quiet_trainer(DDPStrategy(global_view=True, timeout_s=60), 2)
+    batches = [(torch.randn(4, FEATURES), torch.zeros(4, dtype=torch.int64)) for _ in range(2)]
     told = r"^global_view joins a loader's batches by indices, which this one lacks\. Set batch_size_is=global"
-    with pytest.raises(ConfigError, match=told):
-        trainer.fit(module, batches if is_stream else DataLoader(batches, batch_size=None))
-    return trainer.global_step
+    for loader in (batches, DataLoader(batches, batch_size=None)):  # type: ignore[arg-type]
+        trainer = quiet_trainer(DDPStrategy(global_view=True, timeout_s=60), 2)
+        with pytest.raises(ConfigError, match=told):
+            trainer.fit(Everything("mean"), loader)
+        assert trainer.global_step == 0
 
 
-class Kept:
-    """Batches that are read anew in each epoch, with what was written to them."""
-
-    def __init__(self) -> None:
-        self.batches = [torch.randn(5, 4), torch.randn(4, 4)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.batches)
+def test_batches_that_it_can_not_join_are_refused_with_the_remedy() -> None:
+    run_ranks(_refused, 2)
 
 
 class Writes(pl.LightningModule):
@@ -299,21 +289,22 @@ class Writes(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+def _written_batches() -> list[Tensor]:
+    torch.set_default_dtype(torch.float64)
+    pl.seed_everything(3, verbose=False)
+    devices, module = int(os.environ["WORLD_SIZE"]), Writes()
+    batches = [torch.randn(5, 4), torch.randn(4, 4)]  # read anew in each epoch, with what was written to them
+    view = DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60)
+    strategy = view if devices > 1 else SingleDeviceStrategy()
+    quiet_trainer(strategy, devices, max_epochs=3).fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return [*module.parameters(), *batches]
+
+
 def test_what_a_step_writes_to_a_batch_is_there_when_it_is_read_again() -> None:
     # each rank had written to its rows alone, and the ranks read different batches in the second epoch
     expected = run_ranks(_written_batches, 1)[0]
     for found in run_ranks(_written_batches, 2):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
-
-
-def _written_batches() -> list[Tensor]:
-    torch.set_default_dtype(torch.float64)
-    pl.seed_everything(3, verbose=False)
-    devices, module, data = int(os.environ["WORLD_SIZE"]), Writes(), Kept()
-    view = DDPStrategy(batch_size_is="global", global_view=True, timeout_s=60)
-    quiet_trainer(view if devices > 1 else SingleDeviceStrategy(), devices, max_epochs=3).fit(module, data)
-    return [*module.parameters(), *data.batches]
+        torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
 
 
 class Late(pl.Callback):
@@ -326,12 +317,6 @@ class Late(pl.Callback):
         time.sleep(0.01)
 
 
-def test_ranks_end_at_the_same_step_when_time_is_up() -> None:
-    # each was the only one of its run, and went by its own clock
-    first, second = run_ranks(_steps_in_time, 2)
-    assert 0 < first == second
-
-
 def _steps_in_time() -> int:
     torch.set_default_dtype(torch.float64)
     data = TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.int64))
@@ -339,3 +324,9 @@ def _steps_in_time() -> int:
     trainer = quiet_trainer(DDPStrategy(global_view=True, timeout_s=8), 2, **options)
     trainer.fit(Everything("mean"), DataLoader(data, 4))
     return trainer.global_step
+
+
+def test_ranks_end_at_the_same_step_when_time_is_up() -> None:
+    # each was the only one of its run, and went by its own clock
+    first, second = run_ranks(_steps_in_time, 2)
+    assert 0 < first == second
