@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from late_device import needs_late_device
 from pytorch_lightning.callbacks import ModelCheckpoint, TQDMProgressBar
-from regression import quiet_trainer
+from regression import quiet_trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,34 +29,42 @@ pytestmark = needs_late_device
 
 WIDTH, DEPTH = 64, 8
 BYTES = DEPTH * WIDTH * WIDTH * 4
+TWO = ["late:0", "late:1"]
 
 
 class Wide(pl.LightningModule):
+    """Notes the devices of batches that a step gets, and the samples behind what it has of them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+        self.rows: dict[str, list[float]] = {}
+        self.seen: list[str] = []
 
     def on_before_zero_grad(self, *_: Any) -> None:
         torch.accelerator.synchronize("late:0")
         torch.accelerator.reset_peak_memory_stats("late:0")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
+        (x,) = batch
+        self.rows.setdefault(str(x.device), []).append(x.untyped_storage().nbytes() / WIDTH / 4)
+        return self.net(x).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def fitted(strategy: Any, size: int) -> None:
+def fitted(strategy: Any, num: int, size: int, **options: Any) -> Wide:
     gc.collect()  # what earlier runs in this process have left
-    data = TensorDataset(torch.randn(2 * size, WIDTH))
-    quiet_trainer(strategy, accelerator="late", max_epochs=1).fit(Wide(), DataLoader(data, size))
+    module, loader = Wide(), DataLoader(TensorDataset(torch.randn(num, WIDTH)), size)
+    quiet_trainer(strategy, accelerator="late", max_epochs=1, **options).fit(module, loader)
+    return module
 
 
 def _root_peaks() -> list[float]:
     found = []
     for num in (3, 4):
-        fitted(DataParallelStrategy([f"late:{i}" for i in range(num)]), 4 * num)
+        fitted(DataParallelStrategy([f"late:{i}" for i in range(num)]), 8 * num, 4 * num)
         found.append(torch.accelerator.max_memory_allocated("late:0") / BYTES)
     return found
 
@@ -76,20 +84,6 @@ class Sees(pl.Callback):
         module.seen.append(str(batch[0].device))
 
 
-class Large(Wide):
-    """Notes the memory behind what a step on each device has of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[str, list[int]] = {}
-        self.seen: list[str] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.sizes.setdefault(str(batch[0].device), []).append(batch[0].untyped_storage().nbytes())
-        return super().training_step(batch, batch_idx)
-
-
-TWO = ["late:0", "late:1"]
 WAITING: dict[str, tuple[Any, str, list[int]]] = {
     "dp": (lambda: DataParallelStrategy(TWO), "late:0", [32]),
     "balanced_dp": (lambda: BalancedDataParallelStrategy(gpu0_chunk=0, devices=TWO), "late:1", [64]),
@@ -102,12 +96,11 @@ def _batches(folder: str) -> Any:
     found = {}
     for name, (strategy, device, sizes) in WAITING.items():
         for sees in (False, True):
-            module, shown = Large(), [ModelCheckpoint(folder), TQDMProgressBar(), *([Sees()] if sees else [])]
+            shown = [ModelCheckpoint(folder), TQDMProgressBar(), *([Sees()] if sees else [])]
             options: Any = {"callbacks": shown, "enable_checkpointing": True, "enable_progress_bar": True}
-            trainer = quiet_trainer(strategy(), accelerator="late", max_epochs=1, **options)
-            trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, WIDTH)), 64))
-            looks = len(module.sizes[device]) - len(sizes)
-            rows = [size / WIDTH / 4 for size in module.sizes[device]]
+            module = fitted(strategy(), 64, 64, **options)
+            looks = len(module.rows[device]) - len(sizes)
+            rows = module.rows[device]
             found[name, sees] = rows[looks:], max(rows[:looks], default=0), module.seen
     return found
 
@@ -137,19 +130,14 @@ class Masked(pl.LightningModule):
 
 
 def _masked() -> float:
-    warnings.simplefilter("ignore")
     torch.manual_seed(0)
     mask = torch.arange(WIDTH) < torch.tensor([60, 1, 5, 2] * 4).unsqueeze(1)
-    data = TensorDataset(torch.randn(16, WIDTH, WIDTH), mask.float())
-
-    def trained(strategy: Any, accelerator: str) -> Tensor:
-        module = Masked()
-        quiet_trainer(strategy, accelerator=accelerator, max_epochs=1).fit(module, DataLoader(data, 4))
-        return torch.cat([p.detach().cpu().flatten() for p in module.parameters()])
-
+    loader = DataLoader(TensorDataset(torch.randn(16, WIDTH, WIDTH), mask.float()), 4)
     late_device.set_limit(16 * BYTES)
-    on_devices = trained(DataParallelStrategy(["late:0", "late:1"]), "late")
-    return float((on_devices - trained(SingleDeviceStrategy(), "cpu")).abs().max())
+    parted, one = Masked(), Masked()
+    quiet_trainer(DataParallelStrategy(TWO), accelerator="late", max_epochs=1).fit(parted, loader)
+    quiet_trainer(SingleDeviceStrategy(), max_epochs=1).fit(one, loader)
+    return float((weights(parted.cpu()) - weights(one)).abs().max())
 
 
 def test_fewer_samples_are_looked_at_before_the_first_step_where_eight_do_not_fit() -> None:
@@ -178,13 +166,14 @@ def test_the_search_for_a_batch_ends_at_the_largest_that_fits(tmp_path: Path) ->
     assert "Out of memory on late:0" in said
 
 
+STAGES = ["strategy=model_parallel", "devices=2"]
 PLANNED = {
     "single_device": (["strategy=single_device"], 0.01),
     "dp": (["strategy=dp", "devices=2"], 0.05),  # which thread is first decides what is freed when
     "balanced_dp": (["strategy=balanced_dp", "devices=2", "strategy.weights=[1,2]"], 0.05),
-    "model_parallel": (["strategy=model_parallel", "devices=2"], 0.01),
-    "1f1b": (["strategy=model_parallel", "devices=2", "strategy.num_microbatches=4"], 0.1),
-    "gpipe": (["strategy=model_parallel", "devices=2", "strategy.num_microbatches=4", "strategy.schedule=gpipe"], 0.1),
+    "model_parallel": (STAGES, 0.01),
+    "1f1b": ([*STAGES, "strategy.num_microbatches=4"], 0.1),
+    "gpipe": ([*STAGES, "strategy.num_microbatches=4", "strategy.schedule=gpipe"], 0.1),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from stage_modules import DeepNet
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
 from evener.strategies.core.optimizer_states import state_to_parameters
@@ -232,6 +233,12 @@ def test_parts_go_to_their_devices_and_outputs_to_the_meeting_device() -> None:
     assert module.device == module(torch.zeros(2, 4)).device == META
     module, layout = placed([META, CPU], output_device="first")
     assert (layout.meeting_device, module.device) == (META, META)
+
+
+def test_lengths_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    # Failed before, on a GPU: they were moved to the stage, and torch refuses such a sequence.
+    packed = Stages([CPU, META], StageOptions())._bring(1, [pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])])[0]
+    assert (packed.data.is_meta, packed.batch_sizes.tolist()) == (True, [2, 1, 1])
 
 
 def test_optimizer_state_made_at_the_start_follows_its_parameter() -> None:
