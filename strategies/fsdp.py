@@ -56,7 +56,8 @@ class FSDPStrategy(RankStrategy):
         sync_batchnorm: as in `DDPStrategy`.
         start_method: as in `DDPStrategy`.
         recompute: as in `DDPStrategy`.
-        verify: as in `DDPStrategy`; before the module is cut, so that a module made on the meta device is not verified.
+        verify: as in `DDPStrategy`; before the module is cut; of layers of `configure_model` the loss is compared,
+            in the first step.
         gather_lists_mb: as in `RankStrategy`.
         global_view: as in `DDPStrategy`.
 

@@ -23,11 +23,13 @@ class PartsDiffer(ConfigError):
         plans: what losses divide by, as far as that was found.
         in_chunks: whether parts of ranks are right, and only parts of these are not.
         outside: the submodules of which a step uses parameters outside of their forward, as far as that was found.
+        unused: whether some trained parameters are known to take no part in a loss.
     """
 
     plans: Any = None
     in_chunks: bool = False
     outside: Collection[str] = ()
+    unused: bool = False
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

@@ -213,7 +213,9 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         reader.values.begin()
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
-        if not self._is_verified:
+        if not self._is_verified and strategy.sync.evaluates_together:
+            strategy.sync.evaluate(partial(self._verify, (), together=True))
+        elif not self._is_verified:
             self._verify(args)
         is_manual = not module.automatic_optimization
         if is_manual:
@@ -259,7 +261,9 @@ class RankStep(StepContract):
             if not self._is_verified:  # of a stream that was read
                 self._verify((), again)
 
-    def _verify(self, args: Sequence[Any], again: bool = False, views: Views | None = None) -> None:
+    def _verify(
+        self, args: Sequence[Any], again: bool = False, views: Views | None = None, together: bool = False
+    ) -> None:
         """Find out by what losses divide, on rank 0 for all: in the first step, or before with no `args`."""
         strategy = self._strategy
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
@@ -267,7 +271,9 @@ class RankStep(StepContract):
         self._is_verified = True
         views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
-        found = verified(strategy, views, self._verifies, args, broadcast_object, is_first, again=again)
+        found = verified(
+            strategy, views, self._verifies, args, broadcast_object, is_first, again=again, together=together
+        )
         self.uneven, self.outside = found.uneven, found.outside
         if found.failed and again:
             self._is_verified = False

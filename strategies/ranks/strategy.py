@@ -379,7 +379,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Have steps see whole batches, where the module trains otherwise in parts of them; before it is wrapped."""
         before = random_state()
         try:
-            self.contract.verify_early(again=not self.sync.evaluates_together)
+            is_made = not any(parameter.is_meta for parameter in self.module.parameters())
+            self.contract.verify_early(again=not (self.sync.evaluates_together and is_made))
         except PartsDiffer as exc:
             if self.whole_sync is None:
                 raise
@@ -391,6 +392,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
             else:
                 self.contract.outside = exc.outside
                 self._take_whole(self.whole_sync())
+                if exc.unused:
+                    self.sync.expect_unused()
                 tell_whole(self.strategy_name, exc, self.sync.computes_whole)
             self._begin_loaders()
             self.sync.begin_streams()

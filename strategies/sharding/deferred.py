@@ -95,6 +95,12 @@ class DeferredTensors(TorchDispatchMode):
                 "are not there yet. Build the layers only, or build them in __init__, where every process holds all."
             ) from exc
         outputs = _kept(list(_tensors(output)))
+        if (
+            not given
+            and isinstance(output, Tensor)
+            and "dtype" in {argument.name for argument in func._schema.arguments}
+        ):
+            kwargs = {**kwargs, "dtype": output.dtype}  # torch's default may be another one when it is repeated
         new = [view for view in outputs if _memory_of(view) not in self._devices]
         if new or func._schema.is_mutable:
             self._operations.append(_Operation(func, _kept(args), _kept(kwargs), outputs, device, random))

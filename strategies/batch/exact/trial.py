@@ -307,7 +307,8 @@ def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
     for node in graph(loss):
         if "CheckpointFunction" in node.name():  # reentrant: hides what it computes
             return False
-        reached.add(id(getattr(node, "variable", None)))
+        variable = getattr(node, "variable", None)
+        reached |= {id(variable), id(getattr(variable, "shard", None))}  # a gathered parameter has one
     return any(id(p) not in reached for p in parameters)
 
 

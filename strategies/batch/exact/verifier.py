@@ -35,7 +35,7 @@ from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
-from ..results import ResultStructure
+from ..results import ResultStructure, combine
 from ..run_structures import num_evaluated, parts_are_equal
 from ..samples import FewSamples, chunk
 from ..structure import BatchStructure
@@ -121,7 +121,7 @@ class Verifier:
         device = devices.pop() if len(devices) == 1 else self._module.device
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
-        self._is_cut = self._trains and hasattr(strategy, "shards")
+        self._is_cut = self._trains and hasattr(strategy, "shards") and not together
         self._trial = Trial(
             self._module, step, device, self._name, together, not self._trains, self._in_turn, self._is_cut
         )
@@ -145,7 +145,7 @@ class Verifier:
         trial, verdict, fewer = self._trial, Verdict(), False
         trial.rest, trial.of_ranks = rest, False
         try:
-            if trial.device.type == "meta":
+            if any(parameter.is_meta for parameter in self._module.parameters()):
                 raise Cannot("its parameters have no values yet")
             with torch.inference_mode(False), not_compiling(), self._quiet():
                 for of_ranks, total, piece in self._pieces(batch, views):
@@ -262,13 +262,13 @@ class Verifier:
                 *sizes, last = (str(part.num) for part in parts)
                 verdict.refusal = (
                     f"{self._name}: computed in {'ranks' if self._trial.of_ranks else 'chunks'} of "
-                    f"{', '.join(sizes)} and {last} samples, the gradient of {unlike_whole}. Compute what compares "
+                    f"{', '.join(sizes)} and {last} samples, {unlike_whole}. Compute what compares "
                     f"samples in evener.over_batch(fn)(...), pad to a fixed length,{self._view} or set {self._option} "
                     "to train nevertheless."
                 )
             else:  # the user's word, where parts could be right
                 line = (
-                    f"{self._name}: with its loss_weight, in parts of a batch, the gradient of {unlike_whole}. Return "
+                    f"{self._name}: with its loss_weight, in parts of a batch, {unlike_whole}. Return "
                     "the number that the loss is a mean over, or leave loss_weight out."
                 )
                 verdict.told.append((line, True))
@@ -358,6 +358,8 @@ class Verifier:
         plans = [plan for plan in proposals(seen) if not (plan.needs_all and self._accumulates)] if is_read else []
         expected, differing, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
         for last in plans or [OF_SAMPLES]:
+            if last.needs_all and self._trial.together:
+                return last, ""  # its program makes the whole's loss
             try:
                 found = self._differs(call, parts, last, expected, parameters)
             except (RuntimeError, IndexError) as exc:  # gradients don't go through the program
@@ -389,12 +391,21 @@ class Verifier:
         finally:
             for handle in itertools.chain.from_iterable(part.handles for part in parts):
                 handle.remove()
-        names = {id(p): name for name, p in self._module.named_parameters()}
-        of_all = (names.get(id(p), "a parameter") for p in parameters)
+        if self._trial.together:  # those of parts may be far from the whole's, which is almost 0
+            scale = torch.stack([part.loss.detach().double().abs() for part in parts]).max().nan_to_num()
+            pair = ([torch.stack([one[0], scale])] for one in (expected, found))
+            return _differences(*pair)[0], "the loss"
+        names = {id(p): f"the gradient of {name}" for name, p in self._module.named_parameters()}
+        of_all = (names.get(id(p), "the gradient of a parameter") for p in parameters)
         return max(zip(_differences(expected, found), of_all, strict=True))
 
     def _gradients(self, losses: Sequence[Tensor], shares: Sequence[float], parameters: Sequence[Any]) -> list[Tensor]:
-        """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's."""
+        """The gradients as hooks on parameters leave them: under ranks they get each part's, else the whole batch's.
+
+        Where ranks compute together each has gradients of its shards; the loss itself is compared there.
+        """
+        if self._trial.together:
+            return [combine([loss.detach().double() for loss in losses], shares)]
         with nullcontext() if self._trial.of_ranks else without_hooks(parameters):
             return _gradients(losses, shares, parameters)
 
@@ -541,7 +552,7 @@ def _differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[fl
 def verified(
     strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
-    again: bool = False,
+    again: bool = False, together: bool = False,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
 
@@ -553,15 +564,16 @@ def verified(
         is_first: whether this is the first rank.
         structure: cuts batches, of accumulated ones; None for the strategy's.
         again: whether a module that can't be compared yet will be tried again.
+        together: whether all ranks compute each step, and each of them finds the same.
 
     Raises:
         PartsDiffer: the module trains otherwise; the message says what differs.
     """
     verdict: Verdict | None = None
-    if is_first:
+    if is_first or together:
         try:
             own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
-            verifier = Verifier(strategy, own, accumulates=structure is not None)
+            verifier = Verifier(strategy, own, together=together, accumulates=structure is not None)
         except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
             return _told(share(Verdict([], str(exc))), is_first)
         verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})
@@ -580,7 +592,8 @@ def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
         rank_zero_warn(found.unlike)
     if found.refusal and verifies:
         refusal = PartsDiffer(found.refusal)
-        refusal.plans, refusal.in_chunks, refusal.outside = found.plans or None, found.in_chunks, found.outside
+        refusal.plans, refusal.in_chunks = found.plans or None, found.in_chunks
+        refusal.outside, refusal.unused = found.outside, found.unused
         raise refusal
     return found
 

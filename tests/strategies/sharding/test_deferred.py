@@ -1,10 +1,16 @@
 """A module that is built without its large tensors gets the values that it would have had."""
 
-import pytest
-import torch
-from torch import nn
+from typing import Any
 
-from evener.strategies import ConfigError
+import pytest
+import pytorch_lightning as pl
+import torch
+from distributed import run_ranks
+from regression import Numbered, quiet_trainer, refusal, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 from evener.strategies.sharding.deferred import DeferredTensors
 
 
@@ -24,3 +30,44 @@ def test_a_shape_that_depends_on_values_is_refused() -> None:
 def test_a_tensor_without_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a parameter is on the meta device, so that it has no values"):
         DeferredTensors().value(torch.empty(5, device="meta"))
+
+
+class Built(pl.LightningModule):
+    """Builds its layers, of which one takes no part, in `configure_model`, without memory under fsdp."""
+
+    def __init__(self, compares_samples: bool = False) -> None:
+        super().__init__()
+        self.compares_samples, self.net = compares_samples, None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))
+            self.unused = nn.Linear(3, 2000)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.net is not None
+        x, y, _ = batch
+        errors, mask = (self.net(x) - y).square(), (y > 0).double()
+        return (errors - errors.T).square().mean() if self.compares_samples else (errors * mask).sum() / mask.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+def _built(num_ranks: int) -> tuple[Tensor, str]:
+    strategies = [
+        SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy("auto", batch_size_is="global") for _ in "12"
+    ]
+    module, loader = Built(), DataLoader(Numbered(14), 7)
+    quiet_trainer(strategies[0], num_ranks, precision="64-true").fit(module, loader)
+    trainer = quiet_trainer(strategies[1], num_ranks, precision="64-true")
+    return weights(module), "" if num_ranks == 1 else refusal(trainer, Built(compares_samples=True), loader)
+
+
+def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step() -> None:
+    """It counted by samples, and layers that took no part were refused; weights were drawn in another type."""
+    single, _ = _built(1)
+    for trained, told in run_ranks(_built, 2, 2):
+        torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
+        assert told.startswith("fsdp: computed in ranks of 4, 3 and 1 samples, the loss differs from one device's by ")
