@@ -14,20 +14,15 @@ from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 from evener.strategies.sharding.deferred import DeferredTensors
 
 
-def test_a_number_that_is_read_is_that_of_the_values() -> None:
+def test_a_module_that_is_built_without_its_large_tensors_has_their_numbers_but_no_shapes_by_values() -> None:
     torch.manual_seed(0)
     expected = nn.Linear(80, 80).weight.sum().item()
     torch.manual_seed(0)
     with DeferredTensors():
-        assert nn.Linear(80, 80).weight.sum().item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_shape_that_depends_on_values_is_refused() -> None:
-    with DeferredTensors(), pytest.raises(ConfigError, match=r"the shape of what configure_model computes"):
-        nn.Linear(80, 80).weight.nonzero()
-
-
-def test_a_tensor_without_values_is_refused() -> None:
+        weight = nn.Linear(80, 80).weight
+        assert weight.sum().item() == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(ConfigError, match=r"the shape of what configure_model computes"):
+            weight.nonzero()
     with pytest.raises(ConfigError, match=r"a parameter is on the meta device, so that it has no values"):
         DeferredTensors().value(torch.empty(5, device="meta"))
 

@@ -1,5 +1,7 @@
 """Which parts of a module are gathered one by one."""
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -49,6 +51,6 @@ def test_names_that_cannot_be_parts_are_refused(names: list[str], sentence: str)
         ({"weights": [3, 1]}, r"weights divide a global batch, but batch_size_is=per_device"),
     ],
 )
-def test_options_that_cannot_be_honoured_are_refused(options: dict[str, object], sentence: str) -> None:
+def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        FSDPStrategy(**options)  # type: ignore[arg-type]
+        FSDPStrategy(**options)

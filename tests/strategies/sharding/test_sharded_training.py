@@ -1,52 +1,46 @@
-"""What modules and callbacks do with parameters that are sharded: it is what one device does."""
+"""strategy=fsdp: modules and callbacks train as on one device, with a shard of everything on each rank."""
 
 import copy
 import io
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from distributed import run_ranks
+from distributed import RankError, run_ranks
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
-from regression import Net, Numbered, quiet_trainer, refusal, weights, whole
+from regression import Net, Numbered, fit_all, outcome, quiet_trainer, refusal, weights, whole
+from regression import fit as fit_case
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
+CASES: dict[str, dict[str, Any]] = {
+    "shuffled": {"shuffle": True},
+    "accumulated": {"trainer": {"accumulate_grad_batches": 2}},
+    "weighted": {"weighted": True},
+    "few samples": {"num": 13},
+}
 
-class Generative(Net):
-    """Two optimizers, each with its own loss; a scale that the module holds itself belongs to the second."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.judge = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y, _ = batch
-        first, second = self.optimizers()  # type: ignore[misc]
-        self.toggle_optimizer(first)
-        loss = self.judge(self.net(x)).square().mean()
-        first.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        self.untoggle_optimizer(first)
-        self.toggle_optimizer(second)
-        loss = (self.judge(self.net(x).detach()) - y * self.scale.sum()).square().mean()
-        second.zero_grad()
-        self.manual_backward(loss)
-        second.step()
-        self.untoggle_optimizer(second)
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
-
-    def configure_optimizers(self) -> Any:
-        judging = [*self.judge.parameters(), self.scale]
-        return torch.optim.AdamW(self.net.parameters(), lr=0.05), torch.optim.Adam(judging, lr=0.02)
+def test_both_meanings_of_a_batch_size_train_as_one_device_does() -> None:
+    by_rank = run_ranks(fit_all, 3, FSDPStrategy, CASES, 6, 3, timeout_s=300)
+    for name, batch_size_is in by_rank[0]:
+        single = outcome(*fit_case(SingleDeviceStrategy(), 1, 6, CASES[name]))
+        ranks = [outcomes[name, batch_size_is] for outcomes in by_rank]
+        for rank in ranks:
+            torch.testing.assert_close(rank["weights"], single["weights"], rtol=0, atol=1e-10)
+            assert sorted(rank["validated"]) == sorted(single["validated"]), name  # lists are gathered to every rank
+        assert ranks[0]["metrics"] == pytest.approx(single["metrics"], abs=1e-12), name
+        trained = sorted(index for rank in ranks for part in rank["trained"] for index in part)
+        assert trained == sorted(index for part in single["trained"] for index in part), name
 
 
 class ByHand(Net):
@@ -76,7 +70,10 @@ class ByHand(Net):
 
 
 class Loose(Net):
-    """Parameters of the module's own, tied weights, a frozen layer that thaws, and one that is left out at times."""
+    """Parameters of its own, tied weights, a frozen layer that thaws, and numbers, as CLIP's, one in every second step.
+
+    Torch refused parameters without a dimension.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +82,8 @@ class Loose(Net):
         self.second.weight = self.first.weight
         self.frozen = nn.Linear(3, 3).double().requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        numbers = [nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (2.6, 1.0, 0.5)]
+        self.logit_scale, self.idle, self.sometimes = numbers
 
     def on_train_epoch_start(self) -> None:
         self.frozen.requires_grad_(self.current_epoch > 0)
@@ -92,9 +91,8 @@ class Loose(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, _ = batch
         x = self.second(self.first(x)) * self.scale + self.frozen(x)
-        loss = (self.net(x) - y).square().mean() + 0.1 * self.scale.square().sum()
-        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
-        return loss
+        scale = self.logit_scale.exp() + (self.sometimes if batch_idx % 2 else 0)
+        return (self.net(x) * scale - y).square().mean() + 0.1 * self.scale.square().sum()
 
 
 class Sometimes(Net):
@@ -108,74 +106,6 @@ class Sometimes(Net):
         x, y, _ = batch
         out = self.net(x) + (self.extra(x) if batch_idx % 2 else 0)
         return (out - y).square().mean()
-
-
-class Scaled(Net):
-    """Has parameters without a dimension, as CLIP's `logit_scale`: torch refused them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(2.6, dtype=torch.float64))
-        self.idle = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
-        self.sometimes = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        scale = self.logit_scale.exp() + (self.sometimes if batch_idx % 2 else 0)
-        return (self.net(x) * scale - y).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.05)
-
-
-class Numeric(Net):
-    """Reads its weights as numpy arrays, whose memory torch can't release."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.read = self.net[0].weight.detach().numpy()
-        return super().training_step(batch, batch_idx)
-
-
-class Penalized(Net):
-    """A penalty on a weight outside of its layer's forward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        return (self.net(x) - y).square().mean() + 0.1 * self.net[0].weight.square().sum()
-
-
-class Watched(Net):
-    """Reads a weight in its step, of which shards do."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.norm = self.net[0].weight.detach().norm()
-        return super().training_step(batch, batch_idx)
-
-
-def _told(kind: type[Net]) -> str:
-    stream, logger = io.StringIO(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    logger.addHandler(logging.StreamHandler(stream))
-    logger.setLevel(logging.INFO)
-    strategy = FSDPStrategy(batch_size_is="global", timeout_s=60)
-    quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=1).fit(kind(), DataLoader(Numbered(), 6))
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize(("kind", "gathered"), [("Watched", False), ("Penalized", True)])
-def test_parts_are_gathered_for_the_whole_step_only_where_a_gradient_needs_it(kind: str, gathered: bool) -> None:
-    first, _ = run_ranks(_told, 2, globals()[kind])
-    assert ("gathered for the whole step: net.0" in first) is gathered
-
-
-class GradientPenalized(Net):
-    """A penalty on the gradient by the inputs, which training differentiates again."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        x = x.clone().requires_grad_()
-        out = self.net(x)
-        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return (out - y).square().mean() + 0.1 * gradient.square().mean()
 
 
 class Targeted(Net):
@@ -194,57 +124,301 @@ class Targeted(Net):
         return (self.net(x) - y).square().mean()
 
 
-MAKERS: dict[str, Callable[[], tuple[Net, dict[str, Any], dict[str, Any]]]] = {
-    "two optimizers": lambda: (Generative(), {}, {}),
-    "gradients by hand": lambda: (ByHand(), {}, {}),
-    "gradients by hand, gathered for the whole step": lambda: (ByHand(), {"shard": []}, {}),
-    "loose, tied, frozen": lambda: (Loose(), {}, {}),
-    "gathered for the whole step": lambda: (Loose(), {"shard": []}, {}),
-    "not released after forward": lambda: (Net(), {"reshard_after_forward": False}, {}),
-    "unused": lambda: (Sometimes(), {"find_unused_parameters": True}, {}),
-    "penalty on a weight": lambda: (Penalized(), {}, {}),
-    "penalty on a gradient": lambda: (GradientPenalized(), {}, {}),
-    "target network": lambda: (Targeted(), {}, {}),
-    "target network, gathered for the whole step": lambda: (Targeted(), {"shard": []}, {}),
-    "without a dimension": lambda: (Scaled(), {}, {}),
-    "without a dimension, accumulated and clipped": lambda: (
-        Scaled(),
-        {},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "callbacks": [EMAWeightAveraging(decay=0.7)]},
-    ),
-    "moving average": lambda: (Net(), {}, {"callbacks": [EMAWeightAveraging(decay=0.7)]}),
-    "moving average, not released": lambda: (
-        Net(),
-        {"reshard_after_forward": False},
-        {"callbacks": [EMAWeightAveraging(decay=0.7)], "val_check_interval": 1},
-    ),
-    "stochastic average": lambda: (Net(), {}, {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
-    "groups of ranks": lambda: (Net(), {"replicas": 2}, {}),
+class Penalized(Net):
+    """A penalty on a weight outside of its layer's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.net[0].weight.square().sum()
+
+
+class Watched(Net):
+    """Reads a weight in its step, of which shards do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norm = self.net[0].weight.detach().norm()
+        return super().training_step(batch, batch_idx)
+
+
+class SlopePenalized(Net):
+    """With a penalty on the gradient of what it computes by its input."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        slope = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+        return (self.net(x) - batch[1]).square().mean() + slope.square().mean()
+
+
+class Adapts(Net):
+    """A step of MAML: the loss of weights after a step of gradient descent."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, own = self.net[0], dict(self.net[0].named_parameters())
+        loss = functional_call(first, own, batch[0]).square().mean()
+        gradients = torch.autograd.grad(loss, list(own.values()), create_graph=True)
+        adapted = {name: w - 0.1 * g for (name, w), g in zip(own.items(), gradients, strict=True)}
+        return (self.net[1:](functional_call(first, adapted, batch[0])) - batch[1]).square().mean()
+
+
+class Wasserstein(Net):
+    """A generator and a critic whose gradient by its input is penalised, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        of_generator, of_critic = self.optimizers()  # type: ignore[misc]
+        fake = self.net(x).detach()
+        mixed = ((fake + y) / 2).requires_grad_()
+        slope = torch.autograd.grad(self.critic(mixed).sum(), mixed, create_graph=True)[0]
+        loss = self.critic(fake).mean() - self.critic(y).mean() + (slope.abs() - 1).square().mean()
+        of_critic.zero_grad()
+        self.manual_backward(loss)
+        of_critic.step()
+        of_generator.zero_grad()
+        self.manual_backward(-self.critic(self.net(x)).mean())
+        of_generator.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.05) for part in (self.net, self.critic)]
+
+
+class Complex(Net):
+    """With complex parameters, of which Adam updates the real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real, imaginary = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3, 1) / 10
+        self.net = nn.Sequential(self.net[0], nn.Tanh(), nn.Linear(4, 3).double())
+        self.last = nn.Parameter(torch.complex(real, imaginary))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.net(batch[0]).to(torch.complex128) @ self.last).abs() - batch[1]).square().mean()
+
+    validation_step: Any = None
+
+
+class Early(Net):
+    """Its optimizer exists before training, as LightningCLI makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+class Holds(Net):
+    """Reads a parameter that it has held since before it was cut; a callback reads it between steps, and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = {"decayed": [self.net[0].weight]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.groups["decayed"][0].square().sum()
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [Reads()]
+
+
+class Reads(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        weight = pl_module.groups["decayed"][0]
+        pl_module.log("norm", weight.norm().item(), on_epoch=True, batch_size=1)
+        weight.data.mul_(0.9)
+
+
+class Reduced(Net):
+    """A loss that is a sum, or the root of a mean, which is no sum of parts'."""
+
+    def __init__(self, reduced: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reduced = reduced
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.reduced((self.net(batch[0]) - batch[1]).square())
+
+
+class Last(nn.LSTM):
+    """A layer whose weights cuDNN moves to one piece of memory, in the first forward after they are others."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x[:, None])[0][:, -1]
+
+    def flatten_parameters(self) -> None:
+        with torch.no_grad():
+            for weight in self._flat_weights:
+                torch.Tensor.set_(weight, weight.detach().clone())  # type: ignore[arg-type]
+
+
+class Recurrent(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), Last(4, 4, batch_first=True), nn.Linear(4, 1)).double()
+
+
+class Experts(Net):
+    """Each sample is computed by the expert that it chooses, after some steps in which all are."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
+        self.since = since
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, index = batch
+        hidden = self.net[1](self.net[0](x))
+        for i, expert in enumerate(self.experts):
+            chosen = index % 2 == i
+            if self.global_step < self.since:
+                hidden = expert(hidden)
+            elif chosen.any():
+                hidden = hidden + torch.zeros_like(hidden).index_put((chosen,), expert(hidden[chosen]))
+        return (self.net[2](hidden) - y).square().mean()
+
+
+class Way(NamedTuple):
+    """A module, options of fsdp and of the trainer, samples, those of a batch, and what is run before it is fitted."""
+
+    make: Callable[[], Net] = Net
+    options: dict[str, Any] = {}  # noqa: RUF012
+    trainer: Callable[[], dict[str, Any]] = dict
+    num: int = 21
+    size: int = 6
+    fits: int = 1
+    is_evaluated_first: bool = False
+
+
+WHOLE, KEPT, UNUSED = {"shard": []}, {"reshard_after_forward": False}, {"find_unused_parameters": True}
+
+
+def averaged(**options: Any) -> dict[str, Any]:
+    return {"callbacks": [EMAWeightAveraging(decay=0.7)], **options}
+
+
+WAYS = {
+    "gradients by hand": Way(ByHand),
+    "gradients by hand, gathered for the whole step": Way(ByHand, WHOLE),
+    "loose, tied, frozen, numbers": Way(Loose),
+    "loose, gathered for the whole step": Way(Loose, WHOLE),
+    "loose, averaged": Way(Loose, {}, lambda: averaged(accumulate_grad_batches=2, gradient_clip_val=0.1)),
+    "not released after forward": Way(Net, KEPT),
+    "unused": Way(Sometimes, UNUSED),
+    "penalty on a weight": Way(Penalized),
+    "target network": Way(Targeted),
+    "target network, gathered for the whole step": Way(Targeted, WHOLE),
+    "moving average": Way(Net, {}, averaged),
+    "moving average, not released": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
+    "stochastic average": Way(Net, {}, lambda: {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
+    "unequal shares": Way(Net, {"weights": [3, 1]}),
+    # Adam's view of their real and imaginary parts was read as complex numbers: an error of torch's
+    "complex parameters": Way(Complex, num=9, size=4),
+    # ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT
+    "a first batch without samples for a rank": Way(Net, {}, lambda: {"limit_val_batches": 0}, 3, 1),
+    "an optimizer made before": Way(Early, num=6, size=3),
+    "a parameter kept from before": Way(Holds, WHOLE, num=6, size=3),
+    # shards "could not be compared", so that the second run counted by samples
+    "a second fit of a sum": Way(partial(Reduced, torch.sum), num=9, size=4, fits=2),
+    "a second fit of a root": Way(partial(Reduced, lambda error: error.mean().sqrt()), num=9, size=4, fits=2),
+    # what an evaluation had cut was not verified: a sum counted by samples, in silence
+    "an evaluation before": Way(partial(Reduced, torch.sum), num=11, size=4, is_evaluated_first=True),
+    # failed on a GPU: torch's FSDP gathered weights into memory that cuDNN no longer looked at
+    "a recurrent layer": Way(Recurrent, {"shard": ["net.1"]}, num=16, size=4),
+    "a recurrent layer, gathered for the whole step": Way(Recurrent, WHOLE, num=16, size=4),
+    # gathered for the whole step, since ranks gather the parts of a module in one order
+    "experts that samples choose": Way(Experts, UNUSED, num=8, size=2),
+    "experts, not released after forward": Way(Experts, UNUSED | KEPT, num=8, size=2),
+    "experts, gathered for the whole step": Way(Experts, UNUSED | WHOLE, num=8, size=2),
+    "a gradient in a step": Way(SlopePenalized),
+    "a gradient in a step, gathered for the whole step": Way(SlopePenalized, WHOLE),
+    "a gradient in a manual step": Way(Wasserstein, num=12, size=4),
+    "a gradient in a manual step, gathered for the whole step": Way(Wasserstein, WHOLE, num=12, size=4),
 }
 
 
-def _trained(name: str, num_ranks: int, **options: Any) -> tuple[Tensor, dict[str, float]]:
-    module, given, settings = MAKERS[name]()
-    if num_ranks % given.get("replicas", 1):
-        given = {}
-    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", **given)
-    trainer = quiet_trainer(strategy, num_ranks, **settings, **options)
-    trainer.fit(module, DataLoader(Numbered(), 6), DataLoader(Numbered(11), 4))
-    return weights(module), {key: float(value) for key, value in trainer.callback_metrics.items()}
+def _fit(way: Way, num_ranks: int, **options: Any) -> tuple[Tensor, dict[str, float]]:
+    """Weights and logged values."""
+    module, found = way.make(), {}
+    ranked = partial(FSDPStrategy, batch_size_is="global", timeout_s=60, **way.options)
+    for _ in range(way.fits):
+        strategy = SingleDeviceStrategy() if num_ranks == 1 else ranked()
+        trainer = quiet_trainer(strategy, num_ranks, **way.trainer(), **options)
+        evaluated = DataLoader(Numbered(11), 4)
+        if way.is_evaluated_first:
+            trainer.validate(module, evaluated, verbose=False)
+        trainer.fit(module, DataLoader(Numbered(way.num), way.size), evaluated)
+        assert isinstance(next(module.parameters()), DTensor) == (num_ranks > 1)
+        found = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return weights(module), found
 
 
-def _all_trained(num_ranks: int) -> dict[str, Any]:
-    return {name: _trained(name, num_ranks) for name in MAKERS}
+def _fit_named(names: list[str], num_ranks: int) -> dict[str, Any]:
+    return {name: _fit(WAYS[name], num_ranks) for name in names}
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_modules_and_callbacks_train_as_on_one_device(num_ranks: int) -> None:
-    by_rank = run_ranks(_all_trained, num_ranks, num_ranks, timeout_s=400)
-    for name in MAKERS:
-        single, metrics = _trained(name, 1)
+def _assert_as_on_one_device(num_ranks: int, names: list[str]) -> None:
+    by_rank = run_ranks(_fit_named, num_ranks, names, num_ranks, timeout_s=400)
+    for name in names:
+        single, metrics = _fit(WAYS[name], 1)
         for rank in by_rank:
-            torch.testing.assert_close(rank[name][0], single, rtol=0, atol=1e-10, msg=lambda text: f"{name}: {text}")  # noqa: B023
+            torch.testing.assert_close(
+                rank[name][0], single, rtol=0, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+            )
         assert by_rank[0][name][1] == pytest.approx(metrics, abs=1e-12), name
+
+
+@pytest.mark.parametrize("third", range(3))
+def test_modules_and_callbacks_train_as_on_one_device(third: int) -> None:
+    _assert_as_on_one_device(2, list(WAYS)[third::3])
+
+
+@pytest.mark.slow
+def test_modules_and_callbacks_train_on_three_ranks_as_on_one_device() -> None:
+    _assert_as_on_one_device(3, [name for name in WAYS if name != "unequal shares"])
+
+
+def _told(kind: type[Net]) -> str:
+    stream, logger = io.StringIO(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    logger.addHandler(logging.StreamHandler(stream))
+    logger.setLevel(logging.INFO)
+    _fit(Way(kind), 2, max_epochs=1, limit_train_batches=1)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "gathered"), [(Watched, False), (Penalized, True)])
+def test_parts_are_gathered_for_the_whole_step_only_where_a_gradient_needs_it(kind: type[Net], gathered: bool) -> None:
+    first, _ = run_ranks(_told, 2, kind)
+    assert ("gathered for the whole step: net.0" in first) is gathered
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        (
+            Way(SlopePenalized, {"shard": ["net.0", "net.2"]}),
+            r"has released, because training_step .* Set strategy\.shard=\[\]",
+        ),
+        (Way(Adapts, {"shard": ["net.0"], "verify": False}), r"set strategy\.shard=\[\]"),
+        (
+            Way(Wasserstein, {"shard": ["critic.0", "critic.2"]}, num=12, size=4),
+            r"torch\.autograd\.grad in it, set strategy\.shard=\[\]",
+        ),
+        *(
+            (
+                Way(partial(Experts, since), UNUSED | {"shard": ["experts.0", "experts.1"]}, num=8, size=2),
+                r"gathering experts\..', but rank \d .* set strategy\.shard=\[\]",
+            )
+            for since in (0, 2)
+        ),
+    ],
+)
+def test_parts_by_name_that_a_step_needs_otherwise_are_refused_with_the_remedy(way: Way, told: str) -> None:
+    with pytest.raises(RankError, match=told):
+        run_ranks(_fit, 2, way, 2)
 
 
 class EvaluatedNet(Net):
@@ -267,73 +441,21 @@ def _runs(num_ranks: int, reshard_after_forward: bool, precision: Any) -> tuple[
     return weights(module), found
 
 
-WAYS = [(True, "64-true", 1e-10), (False, "64-true", 1e-10), (False, "32-true", 1e-10), (False, "bf16-true", 5e-2)]
+RUNS = [(True, "64-true", 1e-10), (False, "64-true", 1e-10), (False, "32-true", 1e-10), (False, "bf16-true", 5e-2)]
 
 
 def _all_runs(num_ranks: int) -> list[Any]:
-    return [_runs(num_ranks, *way) for *way, _ in WAYS]
+    return [_runs(num_ranks, *way) for *way, _ in RUNS]
 
 
-def _second_runs(num_ranks: int) -> list[str]:
-    told, module = [], Net()
-    quiet_trainer(FSDPStrategy(), num_ranks, precision="64-true", max_steps=1).fit(module, DataLoader(Numbered(), 6))
-    for options, precision in (
-        ({"reshard_after_forward": False}, "64-true"),
-        ({"shard": []}, "32-true"),
-        ({}, "bf16-true"),
-    ):
-        trainer = quiet_trainer(FSDPStrategy(timeout_s=60, **options), num_ranks, precision=precision)
-        try:
-            trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)
-        except ConfigError as exc:
-            told.append(str(exc))
-    averages = quiet_trainer(FSDPStrategy(timeout_s=60), num_ranks, callbacks=[EMAWeightAveraging()])
-    return [*told, refusal(averages, module, DataLoader(Numbered(), 6))]
-
-
-def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> None:
-    for kept, parts, dtype, copied in run_ranks(_second_runs, 2, 2):
-        assert "with reshard_after_forward=True, now reshard_after_forward=False, and it stays" in kept
-        assert "with shard=auto, now shard=[], and it stays" in parts
-        assert "with torch.float64, now torch.bfloat16, and it stays" in dtype
-        assert copied.startswith("fsdp: Net is cut over the ranks, so that it can't be copied (copy.deepcopy)")
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_runs_follow_one_another_in_one_process(num_ranks: int) -> None:
+def test_runs_follow_one_another_in_one_process() -> None:
     """Parts stayed gathered after an evaluation step with `reshard_after_forward=false`."""
-    for rank, found in enumerate(run_ranks(_all_runs, num_ranks, num_ranks, timeout_s=400)):
-        for (*way, tolerance), (trained, shown) in zip(WAYS, found, strict=True):
+    for rank, found in enumerate(run_ranks(_all_runs, 2, 2, timeout_s=400)):
+        for (*way, tolerance), (trained, shown) in zip(RUNS, found, strict=True):
             single, expected = _runs(1, *way)
             torch.testing.assert_close(trained, single, rtol=0, atol=tolerance)
             if rank == 0:
                 torch.testing.assert_close(shown, expected, rtol=0, atol=max(tolerance, 1e-6))
-
-
-class Summed(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        return (self.net(x) - y).square().sum() / 10
-
-
-def _after_validation(num_ranks: int) -> tuple[Tensor, bool]:
-    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is="global", timeout_s=60)
-    module, loader = Summed(), DataLoader(Numbered(11), 4)
-    before = list(module.parameters())
-    trainer = quiet_trainer(strategy, num_ranks, precision="64-true")
-    trainer.validate(module, loader, verbose=False)
-    trainer.fit(module, loader)
-    return weights(module), num_ranks == 1 or all(
-        one is not two for one, two in zip(before, module.parameters(), strict=True)
-    )
-
-
-def test_training_is_verified_after_an_evaluation_that_has_cut_the_module() -> None:
-    """A sum counted by samples, in silence."""
-    single, _ = _after_validation(1)
-    for trained, is_cut in run_ranks(_after_validation, 2, 2):
-        torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
-        assert is_cut
 
 
 class Masked(Net):
@@ -424,82 +546,82 @@ class Sparse(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Numeric(Net):
+    """Reads its weights as numpy arrays, whose memory torch can't release."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.read = self.net[0].weight.detach().numpy()
+        return super().training_step(batch, batch_idx)
+
+
+class Changes(pl.Callback):
+    """Adds or replaces a layer after a step."""
+
+    def __init__(self, name: str, at: int) -> None:
+        self.name, self.at = name, at
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == self.at:
+            owner = pl_module if self.name == "added" else pl_module.net
+            setattr(owner, self.name, nn.Linear(3 if self.name == "0" else 1, 4, dtype=torch.float64))
+
+
+REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
+    (Sometimes, {"find_unused_parameters": False}, None, "0: fsdp: parameters took no part in the loss: extra.weight"),
+    (Penalized, {"shard": ["net.0"]}, None, "0: fsdp: a step uses a parameter of a part outside of the part's forward"),
+    (Mixed, {}, None, "0: fsdp: the parameters of Mixed have several dtypes"),
+    (lambda: OptimizedBy(torch.optim.LBFGS), {}, None, "0: fsdp: LBFGS computes with whole parameters, but each rank"),
+    (lambda: OptimizedBy(torch.optim.Adafactor), {}, None, "0: fsdp: Adafactor computes with whole parameters"),
+    (Sparse, {}, None, "0: fsdp: the gradient of table.weight is sparse, and can't be cut over the ranks"),
+    (Numeric, {"shard": []}, None, "0: fsdp: a step made a numpy array of a gathered parameter, whose memory can't be"),
+    (Net, {}, lambda: ModelPruning("l1_unstructured", amount=0.3), "0: fsdp: ModelPruning puts other parameters in"),
+    # one that was added ended with a KeyError after training; one that was replaced was said to be unused
+    (Net, {}, lambda: Changes("added", 2), "2: fsdp: added.weight, added.bias was added, or replaced"),
+    (Net, {}, lambda: Changes("0", 2), "2: fsdp: net.0.weight, net.0.bias was added, or replaced"),
+    (Net, {}, lambda: Changes("added", 4), "4: "),  # after the last step
+]
+
+
 def _refusals(num_ranks: int) -> list[str]:
     told = []
-    whole_step = {"shard": []}
-    pruned = {"callbacks": [ModelPruning("l1_unstructured", amount=0.3)]}
-    unused, outside = (Sometimes(), {"find_unused_parameters": False}), (Penalized(), {"shard": ["net.0"]})
-    lbfgs, adafactor = OptimizedBy(torch.optim.LBFGS), OptimizedBy(torch.optim.Adafactor)
-    modules = [unused, outside, Mixed(), lbfgs, adafactor, Sparse(), (Numeric(), whole_step), (Net(), pruned)]
-    for given in modules:
-        module, options = given if isinstance(given, tuple) else (given, dict[str, Any]())
-        own: dict[str, Any] = {
-            name: options.pop(name) for name in ("shard", "find_unused_parameters") if name in options
-        }
-        trainer = quiet_trainer(FSDPStrategy(**own, batch_size_is="global", timeout_s=60), num_ranks, **options)
+    for make, own, callback, _ in REFUSED:
+        strategy = FSDPStrategy(**own, batch_size_is="global", timeout_s=60)
+        callbacks = [] if callback is None else [callback()]
+        trainer = quiet_trainer(strategy, num_ranks, max_epochs=1, callbacks=callbacks)
+        said = ""
         try:
-            trainer.fit(module, DataLoader(Numbered(), 6))
+            trainer.fit(make(), DataLoader(Numbered(), 6))
         except (ConfigError, RuntimeError) as exc:
-            told.append(f"{trainer.global_step}: {exc}")
+            said = str(exc)
+        told.append(f"{trainer.global_step}: {said}")
     return told
 
 
-def test_what_cannot_be_trained_exactly_is_refused_before_the_first_step() -> None:
-    for unused, outside, dtypes, lbfgs, adafactor, sparse, arrays, pruned in run_ranks(_refusals, 2, 2):
-        assert unused.startswith("0: fsdp: parameters took no part in the loss: extra.weight, extra.bias. Set ")
-        assert outside.startswith("0: fsdp: a step uses a parameter of a part outside of the part's forward")
-        assert dtypes.startswith("0: fsdp: the parameters of Mixed have several dtypes")
-        assert lbfgs.startswith("0: fsdp: LBFGS computes with whole parameters, but each rank has a shard of each.")
-        assert adafactor.startswith("0: fsdp: Adafactor computes with whole parameters")
-        assert sparse.startswith("0: fsdp: the gradient of table.weight is sparse, and can't be cut over the ranks")
-        assert arrays.startswith("0: fsdp: a step made a numpy array of a gathered parameter, whose memory can't be")
-        assert pruned.startswith("0: fsdp: ModelPruning puts other parameters in the place of those that are cut")
+def test_what_cannot_be_trained_exactly_is_refused() -> None:
+    for told in run_ranks(_refusals, 2, 2):
+        for message, (*_, expected) in zip(told, REFUSED, strict=True):
+            assert message.startswith(expected)
 
 
-def _uneven(num_ranks: int) -> Tensor:
-    module = Net()
-    strategy = FSDPStrategy(batch_size_is="global", weights=[3, 1])
-    quiet_trainer(strategy, num_ranks).fit(module, DataLoader(Numbered(), 6))
-    assert [len(step) for step in module.trained][:3] == ([5, 5, 5] if strategy.global_rank == 0 else [1, 1, 1])
-    return weights(module)
+def _second_runs(num_ranks: int) -> list[str]:
+    told, module = [], Net()
+    quiet_trainer(FSDPStrategy(), num_ranks, precision="64-true", max_steps=1).fit(module, DataLoader(Numbered(), 6))
+    for options, precision in (
+        ({"reshard_after_forward": False}, "64-true"),
+        ({"shard": []}, "32-true"),
+        ({}, "bf16-true"),
+    ):
+        trainer = quiet_trainer(FSDPStrategy(timeout_s=60, **options), num_ranks, precision=precision)
+        with pytest.raises(ConfigError) as caught:
+            trainer.validate(module, DataLoader(Numbered(), 6), verbose=False)
+        told.append(str(caught.value))
+    averages = quiet_trainer(FSDPStrategy(timeout_s=60), num_ranks, callbacks=[EMAWeightAveraging()])
+    return [*told, refusal(averages, module, DataLoader(Numbered(), 6))]
 
 
-def test_ranks_of_unequal_shares_train_as_one_device() -> None:
-    single = Net()
-    quiet_trainer(SingleDeviceStrategy()).fit(single, DataLoader(Numbered(), 6))
-    for rank in run_ranks(_uneven, 2, 2):
-        torch.testing.assert_close(rank, weights(single), rtol=0, atol=1e-10)
-
-
-class Recurrent(Net):
-    """A layer whose weights cuDNN moves to one piece of memory, in the first forward after they are others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), _Last(4, 4, batch_first=True), nn.Linear(4, 1)).double()
-
-
-class _Last(nn.LSTM):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x[:, None])[0][:, -1]
-
-    def flatten_parameters(self) -> None:
-        with torch.no_grad():
-            for weight in self._flat_weights:
-                torch.Tensor.set_(weight, weight.detach().clone())  # type: ignore[arg-type]
-
-
-def _fit_recurrent(shard: list[str] | None) -> Tensor:
-    module = Recurrent()
-    strategy = (
-        SingleDeviceStrategy() if shard is None else FSDPStrategy(batch_size_is="global", shard=shard, timeout_s=60)
-    )
-    quiet_trainer(strategy, 1 if shard is None else 2).fit(module, DataLoader(Numbered(16), 4))
-    return weights(module)
-
-
-@pytest.mark.parametrize("shard", [["net.1"], []])
-def test_weights_of_a_recurrent_layer_are_those_of_the_last_step(shard: list[str]) -> None:
-    # Failed before, on a GPU: torch's FSDP gathered weights into memory that cuDNN no longer looked at.
-    for found in run_ranks(_fit_recurrent, 2, shard):
-        torch.testing.assert_close(found, _fit_recurrent(None), rtol=0, atol=1e-10)
+def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> None:
+    for kept, parts, dtype, copied in run_ranks(_second_runs, 2, 2):
+        assert "with reshard_after_forward=True, now reshard_after_forward=False, and it stays" in kept
+        assert "with shard=auto, now shard=[], and it stays" in parts
+        assert "with torch.float64, now torch.bfloat16, and it stays" in dtype
+        assert copied.startswith("fsdp: Net is cut over the ranks, so that it can't be copied (copy.deepcopy)")
