@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from pytorch_lightning.loggers.logger import DummyLogger
+from tiny import quiet
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -87,9 +88,7 @@ class Points(DummyLogger):
 def quiet_trainer(strategy: pl.strategies.Strategy, devices: int = 1, **options: Any) -> Trainer:
     """A trainer for two epochs on the CPU that prints and writes nothing."""
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 2}
-    return Trainer(strategy=strategy, devices=devices, **(quiet | options))
+    return quiet(strategy=strategy, devices=devices, **{"max_epochs": 2, **options})
 
 
 _GLOBAL: dict[str, Any] = {"batch_size_is": "global", "timeout_s": 120}

@@ -32,26 +32,18 @@ FEW, MANY = 20, 40
 
 
 class Net(Tiny):
-    """A small perceptron that logs so many values in a step."""
+    """A small perceptron."""
 
-    def __init__(self, num_values: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         del self.layer
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        self.num_values = num_values
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-        for i in range(self.num_values):
-            self.log(f"value_{i}", loss.detach())
-        return loss
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
 
-
-class Validated(Net):
-    """The same, validated."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
 
 
 class Rich(Net):
@@ -127,15 +119,15 @@ def calls_per_batch(run: Callable[[int], Any]) -> int:
     return round((many - few) / (MANY - FEW))  # which thread copies the last snapshot is chance, and a few calls
 
 
-def by_hand(num_batches: int, counts: bool = False, rich: bool = False) -> None:
-    """The arithmetic of `Net`, with the bookkeeping of `Rich(rich)` but for what happens only at log points."""
+def by_hand(num_batches: int, rich: bool) -> None:
+    """The arithmetic of `Rich(rich)`, with its bookkeeping but for what happens only at log points."""
     module, own, total, num_samples = Net(), metrics() if rich else None, torch.zeros(()), 0
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10) if rich else None
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     for index, (inputs, targets) in enumerate(loader(num_batches)):
         logits = module.layers(inputs)
         loss = nn.functional.cross_entropy(logits, targets)
-        if scheduler is None or own is None:
+        if own is None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -147,9 +139,8 @@ def by_hand(num_batches: int, counts: bool = False, rich: bool = False) -> None:
                 optimizer.zero_grad()
                 scheduler.step()
             own.update(logits.detach(), targets)
-        if counts:
-            total += loss.detach() * len(inputs)
-            num_samples += len(inputs)
+        total += loss.detach() * len(inputs)
+        num_samples += len(inputs)
 
 
 def evaluated_by_hand(num_batches: int) -> None:
@@ -157,14 +148,6 @@ def evaluated_by_hand(num_batches: int) -> None:
     with torch.inference_mode():
         for inputs, targets in loader(num_batches):
             total += nn.functional.cross_entropy(module.layers(inputs), targets)
-
-
-def fit(trainer: type[pl.Trainer], folder: Path, num_values: int, **options: Any) -> Callable[[int], None]:
-    def run(num_batches: int) -> None:
-        given: dict[str, Any] = {"default_root_dir": tempfile.mkdtemp(dir=folder), **options}
-        quiet(trainer, **given).fit(Net(num_values), loader(num_batches))
-
-    return run
 
 
 def fit_as_users_do(trainer: type[pl.Trainer], folder: Path, rich: bool) -> Callable[[int], None]:
@@ -180,28 +163,20 @@ def fit_as_users_do(trainer: type[pl.Trainer], folder: Path, rich: bool) -> Call
     return run
 
 
-def validate(trainer: type[pl.Trainer], folder: Path) -> Callable[[int], None]:
+def evaluate(trainer: type[pl.Trainer], folder: Path) -> Callable[[int], None]:
     def run(num_batches: int) -> None:
-        quiet(trainer).validate(Validated(), loader(num_batches), verbose=False)
+        quiet(trainer).test(Net(), loader(num_batches), verbose=False)
 
     return run
 
 
-LOGGER = {"logger": True, "enable_checkpointing": True}
 CASES: dict[str, tuple[Callable[[type[pl.Trainer], Path], Callable[[int], None]], Callable[[int], None], int]] = {
-    # -27 when this was written, as torch's wrappers of `backward` and `step` are passed by; Lightning: 831
-    "bare": (lambda trainer, folder: fit(trainer, folder, 0), by_hand, 2),
-    "three values logged, with logger and checkpoint": (  # -12; 3264
-        lambda trainer, folder: fit(trainer, folder, 3, **LOGGER), by_hand, 17,
-    ),
     # -2 when this was written; some twenty with Python 3.10
-    "typical": (lambda trainer, folder: fit_as_users_do(trainer, folder, False), partial(by_hand, counts=True), 28),
+    "typical": (lambda trainer, folder: fit_as_users_do(trainer, folder, False), partial(by_hand, rich=False), 28),
     # 72 (77 where steps are slow), most of them Lightning's own scheduler and learning rate monitor
-    "rich": (
-        lambda trainer, folder: fit_as_users_do(trainer, folder, True), partial(by_hand, counts=True, rich=True), 95,
-    ),
-    "validation": (validate, evaluated_by_hand, 24),  # 8; 1334
-}  # fmt: skip
+    "rich": (lambda trainer, folder: fit_as_users_do(trainer, folder, True), partial(by_hand, rich=True), 95),
+    "evaluation": (evaluate, evaluated_by_hand, 24),  # 8; 1334
+}
 """What is done, what does it by hand, and calls that a batch may cost beyond: twenty or thirty more than it does."""
 
 
@@ -217,7 +192,7 @@ def test_a_step_costs_little_more_than_one_written_by_hand(
 
 
 class Counted(Net):
-    """Counts the calls of its process between two of its steps, of training or of an evaluation."""
+    """Counts the calls of its process between two of its steps, of training or of a test."""
 
     num_steps = 0
 
@@ -238,15 +213,12 @@ class Counted(Net):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.begin_step()
-        self.log("loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.begin_step()
-        return self.layers(batch[0])
+        super().test_step(batch, batch_idx)
 
 
-def train_by_hand(module: Counted, loader: DataLoader[Any], shared: Any) -> None:
+def train_by_hand(module: Counted, loader: DataLoader[Any]) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    shared = nn.parallel.DistributedDataParallel(module.layers)
     for inputs, targets in loader:
         module.begin_step()
         loss = nn.functional.cross_entropy(shared(inputs), targets)
@@ -255,24 +227,16 @@ def train_by_hand(module: Counted, loader: DataLoader[Any], shared: Any) -> None
         optimizer.step()
 
 
-def test_by_hand(module: Counted, loader: DataLoader[Any], shared: Any) -> None:
+@torch.inference_mode()
+def evaluate_by_hand(module: Counted, loader: DataLoader[Any]) -> None:
     total = torch.zeros(())
     for inputs, targets in loader:
         module.begin_step()
         total += nn.functional.cross_entropy(module.layers(inputs), targets) * len(inputs)
 
 
-def predict_by_hand(module: Counted, loader: DataLoader[Any], shared: Any) -> None:
-    outputs = []
-    for inputs, _ in loader:
-        module.begin_step()
-        outputs.append(module.layers(inputs))
-
-
-test_by_hand.__test__ = False  # type: ignore[attr-defined]
-DDP_BY_HAND = {"fit": train_by_hand, "test": test_by_hand, "predict": predict_by_hand}
-DDP_BOUNDS = {"fit": 83, "test": 106, "predict": 47}
-"""Twenty more than the calls of a step that follows shares, what values are computed of, and lists."""
+DDP = {"fit": (train_by_hand, 83), "test": (evaluate_by_hand, 106)}
+"""Twenty more than the calls of a step that follows shares, and what values are computed of."""
 
 
 def calls_under_ddp() -> dict[str, float]:
@@ -281,14 +245,11 @@ def calls_under_ddp() -> dict[str, float]:
     warnings.simplefilter("ignore")
     data = TensorDataset(torch.randn(2 * 4 * MANY, 8), torch.randint(2, (2 * 4 * MANY,)))
     found: dict[str, float] = {}
-    for name, run in DDP_BY_HAND.items():
+    for name, (run, _) in DDP.items():
         hand, ours = Counted(), Counted()
         method = getattr(quiet(strategy=DDPStrategy(timeout_s=120), devices=2), name)
         method(ours, DataLoader(data, 4), **({"verbose": False} if name == "test" else {}))
-        sampler = DistributedSampler(data, 2, torch.distributed.get_rank(), shuffle=False)
-        with torch.inference_mode(name != "fit"):
-            shared = nn.parallel.DistributedDataParallel(hand.layers) if name == "fit" else None
-            run(hand, DataLoader(data, 4, sampler=sampler), shared)
+        run(hand, DataLoader(data, 4, sampler=DistributedSampler(data, 2, torch.distributed.get_rank(), shuffle=False)))
         found[name] = (ours.num_calls - hand.num_calls) / (MANY - FEW)
     return found
 
@@ -296,7 +257,7 @@ def calls_under_ddp() -> dict[str, float]:
 @pytest.mark.slow
 def test_a_step_of_two_ranks_costs_little_more_than_one_written_by_hand() -> None:
     for name, more in run_ranks(calls_under_ddp, 2)[0].items():
-        assert more <= DDP_BOUNDS[name], name
+        assert more <= DDP[name][1], name
 
 
 def calls_per_epoch(trainer: type[pl.Trainer]) -> float:

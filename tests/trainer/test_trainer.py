@@ -33,12 +33,9 @@ def test_lightnings_tips_for_other_products_are_not_shown(
     assert "Tip:" not in caplog.text
 
 
-def test_a_name_resolves_to_our_strategy() -> None:
-    assert type(quiet(strategy="single_device", devices=1).strategy) is SingleDeviceStrategy
-
-
-def test_a_name_in_capitals_is_ours_too_and_an_unknown_one_is_refused_with_the_nearest() -> None:
+def test_a_name_in_any_letters_is_ours_and_an_unknown_one_is_refused_with_the_nearest() -> None:
     # Lightning puts the word in lower case, so that its own strategy of the name was taken
+    assert type(quiet(strategy="single_device", devices=1).strategy) is SingleDeviceStrategy
     assert type(quiet(strategy="DDP", devices=2).strategy) is DDPStrategy
     with pytest.raises(ConfigError, match=r"strategy='balanced_dpp' is unknown; .*Did you mean balanced_dp\?"):
         quiet(strategy="balanced_dpp")
@@ -64,7 +61,7 @@ def test_devices_may_be_the_text_of_a_list_of_names(devices: str) -> None:
         quiet(strategy="dp", devices="gpus")
 
 
-def test_auto_is_one_of_our_strategies() -> None:
+def test_auto_is_one_of_our_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     # Lightning's own DDP was taken for `devices=2`, under which none of this project's promises hold.
     assert type(quiet(devices=1).strategy) is SingleDeviceStrategy
     trainer = quiet(devices=2, precision="64-true", sync_batchnorm=True)
@@ -73,6 +70,8 @@ def test_auto_is_one_of_our_strategies() -> None:
     assert type(trainer.strategy.checkpoint_io) is VerifiedCheckpointIO
     assert trainer.strategy._layer_sync is not None
     assert quiet(devices=2, num_nodes=2).world_size == 4
+    monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
+    assert type(quiet().strategy) is DDPStrategy
 
 
 class NamedSync(LayerSync):
@@ -96,25 +95,9 @@ def test_a_start_method_that_the_platform_lacks_is_refused(monkeypatch: pytest.M
         quiet(strategy="ddp_fork", devices=2)
 
 
-def test_auto_chooses_by_what_lightning_reads_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PL_TRAINER_DEVICES", "2")
-    assert type(quiet().strategy) is DDPStrategy
-
-
-def test_single_device_refuses_two_devices() -> None:
-    with pytest.raises(ConfigError, match="single_device: 2 devices were given, but it uses exactly one"):
-        quiet(strategy="single_device", devices=2)
-
-
-def test_the_bar_that_lightning_appends_to_a_list_of_callbacks_is_the_timed_one() -> None:
-    callbacks: list[Callback] = [Callback()]
-    trainer = quiet(callbacks=callbacks, enable_progress_bar=True)
-    assert trainer.timed_bar is not None
-
-
-def test_a_bar_that_was_given_keeps_its_own_rate() -> None:
-    callbacks: list[Callback] = [TQDMProgressBar(refresh_rate=7)]
-    assert quiet(callbacks=callbacks, enable_progress_bar=True).timed_bar is None
+def test_the_bar_that_lightning_appends_is_drawn_by_time_and_a_given_one_keeps_its_rate() -> None:
+    assert quiet(callbacks=[Callback()], enable_progress_bar=True).timed_bar is not None
+    assert quiet(callbacks=[TQDMProgressBar(refresh_rate=7)], enable_progress_bar=True).timed_bar is None
 
 
 def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +121,7 @@ def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"strategy": "single_device", "devices": 2}, "single_device: 2 devices were given, but it uses exactly one"),
         ({"callbacks": ["early_stopping"]}, "callbacks='early_stopping' is a word, not an object"),
         ({"logger": "tensorboard"}, "logger='tensorboard' is a word, not an object"),
         ({"max_epochs": "3"}, "max_epochs='3' is a word"),
@@ -150,9 +134,11 @@ def test_arguments_with_which_lightning_fails_unnamed_are_refused(arguments: dic
         quiet(**arguments)
 
 
-def test_a_timeout_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="timeout_s=soon is not allowed"):
-        DDPStrategy(timeout_s="soon")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("devices", [["0"], [0, "1"], ["GPU"]])
+def test_what_names_no_device_is_refused_as_lightning_refuses_it(devices: list[Any]) -> None:
+    # Every string in a list was taken for a device's name, and refused with another type of error than Lightning's.
+    with pytest.raises(TypeError, match="should be an int > 0"):
+        quiet(devices=devices)
 
 
 def test_a_trainer_can_be_pickled_after_a_run() -> None:

@@ -62,9 +62,18 @@ def command(folder: Path, *words: str) -> list[str | Path]:
     ]  # fmt: skip
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(folder: Path, *words: str) -> Any:
-    env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    return warm_python.run(*command(folder, *words), env=env, cwd=folder)
+    return warm_python.run(*command(folder, *words), env=environment(folder), cwd=folder)
+
+
+def run_in_shell(folder: Path, *line: str) -> Any:
+    return subprocess.run(
+        line, env=environment(folder), cwd=folder, capture_output=True, text=True, check=False, timeout=200
+    )
 
 
 GROUP = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no ExceptionGroup")
@@ -116,8 +125,7 @@ def test_what_ends_a_step_is_told_with_the_users_frames(
 def test_a_run_whose_output_nobody_takes_goes_on(ranks: int, to: str, tmp_path: Path) -> None:
     words = command(tmp_path, *(["strategy=ddp", "devices=2"] if ranks > 1 else []))
     line = f"{shlex.join(map(str, [sys.executable, *words]))} {to}; echo ${{PIPESTATUS[0]}}"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = run_in_shell(tmp_path, "bash", "-c", line)
     assert done.stdout.splitlines()[-1] == "0", done.stderr
     assert "Traceback" not in done.stderr
     (result,) = tmp_path.rglob("result.json")
@@ -137,8 +145,7 @@ def test_a_ctrl_c_while_python_itself_ends_leaves_no_traceback(tmp_path: Path) -
 def test_a_directory_that_is_not_utf_8_is_refused_in_a_sentence(given: bool, tmp_path: Path) -> None:
     (folder := Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))).mkdir()
     words = command(tmp_path, f"log_dir={folder if given else ''}/logs".replace("=/", "="))
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = warm_python.run(*words, env=env, cwd=folder)
+    done = warm_python.run(*words, env=environment(tmp_path), cwd=folder)
     assert done.returncode == 1
     assert re.search(r"Error: '?(log|run)_dir=.*/\\udcff.* is not UTF-8, so that", done.stderr)
     assert "Traceback" not in done.stderr
@@ -160,12 +167,7 @@ def test_a_damaged_configuration_of_an_earlier_run_is_named(content: bytes, tmp_
 
 def alone(*words: str) -> list[str]:
     """A command in namespaces of its own; skips where they can't be made."""
-    probe = (
-        subprocess.run(["unshare", *words, "true"], capture_output=True, check=False)
-        if shutil.which("unshare")
-        else None
-    )
-    if probe is None or probe.returncode:
+    if not shutil.which("unshare") or subprocess.run(["unshare", *words, "true"], check=False).returncode:
         pytest.skip("namespaces need root, or unshare is not installed")
     return ["unshare", *words]
 
@@ -174,12 +176,9 @@ def alone(*words: str) -> list[str]:
 def test_without_a_loopback_device_ranks_are_refused_at_once(tmp_path: Path) -> None:
     # torch's stores looked for each other for 380 s.
     words = [*alone("--net"), sys.executable, *map(str, command(tmp_path, "strategy=ddp", "devices=2"))]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    done = run_in_shell(tmp_path, *words)
     assert done.returncode == 1
-    assert (
-        "Error: Ranks of one machine meet at 127.0.0.1, which does not answer here (Network is unreach" in done.stderr
-    )
+    assert "Error: Ranks of one machine meet at 127.0.0.1, which does not answer here (Network is" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -187,10 +186,7 @@ def test_without_a_loopback_device_ranks_are_refused_at_once(tmp_path: Path) -> 
 def test_too_little_shared_memory_for_workers_is_named(tmp_path: Path) -> None:
     words = [sys.executable, *map(str, command(tmp_path, "+module.num_workers=1", "+module.width=400000"))]
     line = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {shlex.join(words)}"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*alone("--mount"), "bash", "-c", line], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_in_shell(tmp_path, *alone("--mount"), "bash", "-c", line)
     assert done.returncode == 1
     assert "The data workers need more shared memory (/dev/shm) than there is." in done.stderr
     assert "disk is full" not in done.stderr

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,16 +40,11 @@ ANSWERS: list[tuple[str, list[str], str]] = [
     (TRAIN, ["--local-rank=0", "--cfg", "job", "module.lr=0.25"], "lr: 0.25"),  # as torch.distributed.launch adds it
     (TRAIN, ["--cfg", "job", "checkpoint.async=true"], "  background: true"),
     (TRAIN, ["--cfg", "job", "ckpt_path=last"], "resume: last"),
-    (TRAIN, ["module.lrr=1"], "module.lrr is unknown"),
     (TRAIN, ["strategy=nope"], "strategy=nope is unknown. Choose one of: balanced_ddp,"),
     (TRAIN, ["trainer.max_epochs=abc"], "trainer.max_epochs=abc is not allowed. Give a whole number"),
-    (TRAIN, ["mode=evaluate"], "mode=evaluate is unknown"),
-    (TRAIN, ["precision=fp16"], "precision=fp16 is unknown. Did you mean 16-mixed?"),
-    (TRAIN, ["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
     (TRAIN, ["precision=foo"], "precision=foo is not allowed. Give 64, 32, 16, transformer-engine"),
-    (TRAIN, ["devices=1.5"], "devices=1.5 is not allowed. Give a whole number"),
+    (TRAIN, ["trainer.precision=fp16"], "trainer.precision=fp16 is unknown. Did you mean 16-mixed?"),
     (TRAIN, ["data.batch_size=abc"], "data.batch_size=abc is not allowed. Give a whole number >= 1"),
-    (TRAIN, ["module.lr=abc"], "module.lr=abc is not allowed. Give a number >= 0"),
     (TRAIN, ["+lr=0.1"], "lr is read by nothing"),
     (TRAIN, ["-sc", "query=bash"], "strategy=balanced_dp"),
     ("evener", ["--version"], "evener "),
@@ -60,7 +56,7 @@ ANSWERS: list[tuple[str, list[str], str]] = [
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[str]]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What all commands say, one after the other in one process, and what is imported after each."""
     # what torch leaves behind where it has trained in this process, such as MASTER_PORT, says that a launcher is there
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
@@ -75,9 +71,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[st
 
 
 @pytest.mark.parametrize("number", range(len(ANSWERS)), ids=[" ".join(words) for _, words, _ in ANSWERS])
-def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(
-    number: int, answers: list[tuple[str, list[str]]]
-) -> None:
+def test_an_answer_of_the_configuration_needs_neither_torch_nor_lightning(number: int, answers: list[Any]) -> None:
     said, imported = answers[number]
     assert ANSWERS[number][2] in said
     assert imported == []

@@ -1,9 +1,12 @@
 """Values that no option can have are refused before anything is built, in one sentence that says what is allowed."""
 
 import errno
+import inspect
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import pytorch_lightning as pl
@@ -23,43 +26,33 @@ from evener.trainer.job.log_file import error_sentence
 from evener.trainer.launch.launcher import launch
 
 MISTAKES = [
-    ("trainer.max_steps=two", r"trainer\.max_steps=two is not allowed\. Give a whole number >= -1\."),
     ("trainer.max_epochs=1.5", r"trainer\.max_epochs=1\.5 is not allowed\. Give a whole number >= -1 or null\."),
-    ("trainer.max_epochs=true", r"trainer\.max_epochs=true is not allowed"),
     ("trainer.accumulate_grad_batches=-2", r"accumulate_grad_batches=-2 is not allowed\. Give a whole number >= 1\."),
     ("trainer.check_val_every_n_epoch=0", r"n_epoch=0 is not allowed\. Give a whole number >= 1 or null\."),
     ("trainer.val_check_interval=0", r"val_check_interval=0 is not allowed\. Give a number > 0 or null\."),
-    ("trainer.gradient_clip_val=-1", r"gradient_clip_val=-1 is not allowed\. Give a number >= 0 or null\."),
     ("trainer.deterministic=perhaps", r"deterministic=perhaps is not allowed\. Give true, false, warn or null\."),
     ("trainer.enable_progress_bar=x", r"enable_progress_bar=x is not allowed\. Give true, false or null\."),
     ("+trainer.strategy=ddp", r"trainer\.strategy would be ignored.* Use strategy=<name>\."),
     ("+trainer.logger=false", r"trainer\.logger would be ignored.* Use logger=<name>, or logger=none\."),
     ("precision=float8", r"precision=float8 is not allowed\. Give .*bf16-mixed.* or null\."),
     ("num_nodes=0", r"num_nodes=0 is not allowed\. Give a whole number >= 1\."),
-    ("seed=x", r"seed=x is not allowed\. Give a whole number >= 0 and < 4294967296 or null\."),
-    ("seed=-1", r"seed=-1 is not allowed"),
     ("seed=4294967296", r"seed=4294967296 is not allowed\. Give .* < 4294967296 or null\."),
-    ("name=''", r"name='' must be a relative path within log_dir"),
     ("name=../up", r"name='\.\./up' must be a relative path within log_dir"),
     ("name=null", r"name=null is not allowed\. Give text\."),
     ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
-    ("compile=maybe", r"compile=maybe is not allowed\. Give true or false\."),
     ("resume=true", r"resume=true is not allowed\. Give text or null\."),
     ("devices=null", r"devices=null is not allowed\. Give a whole number, .* Such as devices=2"),
-    ("devices=1.5", r"devices=1\.5 is not allowed\. Give a whole number"),
     ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is not allowed\. Give a whole number >= 0\."),
     ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is not allowed\. Give a number > 0\."),
     ("device_memory_gb=0", r"device_memory_gb=0 is not allowed\. Give a number > 0 or null\."),
     ("compare.options=3", r"compare\.options=3 is not allowed\. Give a mapping\."),
     ("data.batch_size=0", r"data\.batch_size=0 is not allowed\. Give a whole number >= 1\."),
-    ("data.num_workers=-1", r"data\.num_workers=-1 is not allowed\. Give a whole number >= 0\."),
     ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number >= 0\."),
     (
         "strategy=ddp_model_parallel +strategy.num_microbatch=2",
         r"num_microbatch is not an option .*Did you mean strategy.num_microbatches\?",
     ),
     ("strategy=ddp +strategy.find_unused=2", r"find_unused is not an option of .*DDPStrategy\. Did you mean"),
-    ("checkpoint.save_last=x", r"checkpoint\.save_last=x is not allowed\. Give true or false\."),
     ("logger.tensorboard.flush_secs=x", r"flush_secs=x is not allowed\. Give a whole number >= 1\."),
 ]
 
@@ -87,27 +80,20 @@ def test_what_is_allowed_passes_and_a_name_of_digits_is_text_and_all_devices_are
     ("hint", "value", "fits"),
     [
         (int, 3, True),
-        (int, 3.0, False),
         (Count, 0, False),
-        (Count | None, 1, True),
         (Count | None, None, True),
         (Sequence[Positive], [1, 0], False),
         (Positive, float("nan"), False),
-        (int, float("inf"), False),
         (int, True, False),
         (float, 3, True),
         (bool, 1, False),
         (str, 3, False),
-        (Path, "a", True),
-        (int | None, None, True),
         (int, None, False),
         (Literal["a", 16], 16, True),
         (Literal["a", False], 0, False),
-        (Sequence[float], [1, 2.5], True),
         (Sequence[float], [1, "x"], False),
         (Sequence[str], "abc", False),
         (tuple[int, ...], [1, 2], True),
-        (dict[str, Any], {"a": 1}, True),
         (dict[str, Any], [1], False),
         (pl.Callback, "early", False),
         (pl.Callback, {"_target_": "some.Callback"}, True),
@@ -136,28 +122,50 @@ class Theirs(pl.LightningModule):
 
     def __init__(self, width: int = "wide") -> None:  # type: ignore[assignment]
         super().__init__()
-        self.width = width
 
 
 def test_what_others_annotate_is_theirs() -> None:
     verify_options("module", {"width": "wider"}, Theirs)
 
 
-def test_options_of_strategies_are_refused_from_python_too() -> None:
-    with pytest.raises(ConfigError, match=r"ddp: bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."):
-        DDPStrategy(bucket_cap_mb=0)
-    with pytest.raises(ConfigError, match=r"ddp: find_unused_parameters=x is not allowed\. Give true, false or null\."):
-        DDPStrategy(find_unused_parameters="x")
-    with pytest.raises(ConfigError, match=r"backend=smoke is not available in this build of torch; choose from .*gloo"):
-        DDPStrategy(backend="smoke")
-    with pytest.raises(ConfigError, match=r"partition=3 is not allowed\. Give auto, manual or a .*names the first"):
-        StageOptions(partition=3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"Checkpoint: every_n_steps=0 is not allowed\. Give a whole"):
-        Checkpoint(every_n_steps=0)
-    with pytest.raises(ConfigError, match=r"interval_s=-1 is not allowed\. Give a number >= 0 or null"):
-        Checkpoint(interval_s=-1)
-    with pytest.raises(ConfigError, match=r"devices must be a count, a list or 'auto'; got None"):
-        resolve_devices(None)  # pyright: ignore[reportArgumentType]
+def test_typed_names_of_the_trainer_are_those_of_lightnings_and_ours() -> None:
+    typed = get_type_hints(sys.modules[Trainer.__module__].TrainerArguments)
+    assert set(typed) == set(inspect.signature(pl.Trainer.__init__).parameters) - {"self", "strategy"}
+
+
+MISSPELT = """
+from evener.strategies import DDPStrategy
+from evener.trainer import Trainer
+
+Trainer(max_epochs=3, strategy=DDPStrategy(batch_size_is="global", find_unused_parameters=True))
+Trainer(max_epoch=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_misspelt_arguments(tmp_path: Path) -> None:
+    (tmp_path / "misspelt.py").write_text(MISSPELT)
+    checker = Path(sys.executable).with_name("basedpyright")
+    command = [str(checker), "--pythonpath", sys.executable, "--level", "error", "misspelt.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    found = [line for line in done.stdout.splitlines() if "No parameter named" in line]
+    assert [line.split('"')[1] for line in found] == ["max_epoch"]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: DDPStrategy(bucket_cap_mb=0), r"ddp: bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."),
+        (lambda: DDPStrategy(timeout_s="soon"), "timeout_s=soon is not allowed"),
+        (lambda: DDPStrategy(backend="smoke"), r"backend=smoke is not available in this build .*choose from .*gloo"),
+        (lambda: StageOptions(partition=3), r"partition=3 is not allowed\. Give auto, manual or a .*names the first"),
+        (lambda: Checkpoint(every_n_steps=0), r"Checkpoint: every_n_steps=0 is not allowed\. Give a whole"),
+        (lambda: resolve_devices(None), r"devices must be a count, a list or 'auto'; got None"),
+    ],
+)
+def test_options_are_refused_from_python_too(make: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make()
     verify_backend("cpu:gloo", "ddp")
 
 
@@ -187,10 +195,7 @@ def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
 
 def test_a_full_disk_is_one_sentence() -> None:
     told = error_sentence(OSError(errno.ENOSPC, "No space left on device"))
-    assert told == (
-        "The disk is full (No space left on device); existing checkpoints are intact. Free some space, or set "
-        "log_dir to another disk."
-    )
+    assert told.startswith("The disk is full (No space left on device); existing checkpoints are intact. Free some")
 
 
 def test_precisions_that_are_allowed_before_torch_is_imported_are_lightnings() -> None:
@@ -206,9 +211,6 @@ def test_precisions_that_are_allowed_before_torch_is_imported_are_lightnings() -
 def test_functions_and_pythons_own_classes_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"module\.parts\.0\._target_={target} is refused"):
         verify_nested("", {"module": {"parts": [{"_target_": target}]}})
-
-
-def test_classes_of_packages_pass() -> None:
     verify_nested("module", {"optimizer": {"_target_": "torch.optim.AdamW", "_partial_": True}})
 
 
@@ -244,17 +246,12 @@ def test_type_aliases_are_no_classes() -> None:
         verify_config(cfg)
 
 
-FRACTION = {"_target_": "fractions.Fraction", "numerator": 3, "denominator": 4}
-
-
 @pytest.mark.parametrize(
     "more", [{"denominator": 0.5}, {"more": 1}, {"numerator": {"_target_": "builtins.int", "_args_": ["x"]}}]
 )
-def test_what_a_constructor_refuses_names_the_group(more: dict[str, Any]) -> None:
+def test_what_a_constructor_refuses_names_the_group_and_its_other_errors_stay(more: dict[str, Any]) -> None:
+    given = {"_target_": "fractions.Fraction", "numerator": 3, "denominator": 4}
     with pytest.raises(ConfigError, match=r"module: fractions\.Fraction refused its options"):
-        instantiate("module", OmegaConf.create({**FRACTION, **more}))
-
-
-def test_other_errors_of_a_constructor_stay_what_they_are() -> None:
+        instantiate("module", OmegaConf.create({**given, **more}))
     with pytest.raises(ZeroDivisionError):
-        instantiate("module", OmegaConf.create({**FRACTION, "denominator": 0}))
+        instantiate("module", OmegaConf.create({**given, "denominator": 0}))

@@ -1,4 +1,4 @@
-"""What ended a run is in its log and its result, the user's frames first."""
+"""What ended a run is in its log and its result, the user's frames first; a run that diverged is not gone on from."""
 
 import errno
 import json
@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import warm_python
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
+from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
+from evener.trainer.job.earlier_run import checkpoint_of_name
 from evener.trainer.job.log_file import error_sentence, failure, report, users_frames
 from evener.trainer.job.result import WorkerError, discard_result
 from evener.trainer.job.run import Run
@@ -60,7 +62,6 @@ def test_without_a_frame_of_the_user_the_innermost_is_kept() -> None:
     own = raised.value.__traceback__
     shown = users_frames(raised.value.with_traceback(own and own.tb_next)).splitlines()
     assert shown[1].endswith(", in raw_decode")
-    assert shown[-1].startswith("(2 frames of libraries")
     assert shown[-2].startswith("json.decoder.JSONDecodeError")
 
 
@@ -159,18 +160,14 @@ def test_without_hard_links_the_first_rank_still_gives_the_reason(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "train.log"]
 
 
-def test_a_result_that_cannot_be_written_leaves_the_reason_in_the_log(
-    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Result, "write_first", full)
     report_of(cfg, 1, "rank 1 broke", 2)
     assert "rank 1 failed: rank 1 broke" in (tmp_path / "train.log").read_text()
-
-
-def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
+    monkeypatch.undo()
     cfg.run_dir = str(tmp_path / "gone")
     assert report_of(cfg, 0, "KeyError: 1")
 
@@ -202,9 +199,8 @@ def test_a_rank_that_the_users_code_ends_has_failed_with_its_status(
 def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Path, full: str) -> None:
     # 89 lines of Hydra, Lightning, torch and this project stood around the user's two.
     words = [
-        "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={tmp_path}/logs", "data=none",
-        "module._target_=launched.Raises", f"+module.record={tmp_path}/record", "logger=none", "callbacks=none",
-        "trainer.enable_model_summary=false",
+        "strategy=single_device", "devices=1", "accelerator=cpu", "data=none", "module._target_=launched.Raises",
+        f"+module.record={tmp_path}/record", "logger=none", "callbacks=none", "trainer.enable_model_summary=false",
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(SUPPORT), "HYDRA_FULL_ERROR": full, "CUDA_VISIBLE_DEVICES": ""}
     done = warm_python.run(ROOT / "train.py", *words, env=env, cwd=tmp_path)
@@ -215,3 +211,18 @@ def test_the_command_shows_the_users_frames_and_the_rest_on_request(tmp_path: Pa
     assert ("frames of libraries are left out" in done.stderr) == (full == "0")
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_resume_last_takes_the_newest_checkpoint_unless_its_run_has_diverged(value: float, tmp_path: Path) -> None:
+    # A run went on from weights of nan, and said nothing.
+    path = tmp_path / "run" / "last.ckpt"
+    path.parent.mkdir()
+    weights = {"layer.weight": torch.tensor([0.0, value]), "steps": torch.tensor(3)}
+    VerifiedCheckpointIO().save_checkpoint({"state_dict": weights}, path)
+    cfg = OmegaConf.create({"log_dir": str(tmp_path.parent), "name": tmp_path.name, "resume": "last"})
+    if value == 1.0:
+        assert checkpoint_of_name(cfg) == path
+        return
+    with pytest.raises(ConfigError, match=r"of a run that diverged: layer.weight contains nan or infinity"):
+        checkpoint_of_name(cfg)

@@ -68,11 +68,8 @@ def test_the_random_state_is_put_back() -> None:
     assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
 
 
-def test_a_size_that_fits_no_longer_is_made_smaller() -> None:
+def test_a_size_that_fits_no_longer_is_made_smaller_and_where_none_fits_it_is_told() -> None:
     answers = iter([True, True, True, False, False, True])  # 1, 2, 4 of 5; 5 does not; 4 no longer does; 3 does
     assert largest(lambda size: next(answers), 5) == 3
-
-
-def test_nothing_fits() -> None:
     with pytest.raises(ConfigError, match="a batch of one sample does not fit into memory"):
         found(0)

@@ -56,24 +56,26 @@ TEN = batches(*([float(i)] for i in range(1, 11)))
 
 
 # Lightning's own code runs the steps of a run that is profiled
-@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+EITHER_LOOP = pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+
+
+@EITHER_LOOP
 def test_short_tail_is_the_mean_of_its_two(options: dict[str, Any]) -> None:
-    assert exact(Slope(), TEN, 4, **options) == pytest.approx(
-        [2.5, 6.5, 9.5], abs=1e-12
-    )  # means of 1 2 3 4, of 5 6 7 8, of 9 10
+    found = exact(Slope(), TEN, 4, **options)
+    assert found == pytest.approx([2.5, 6.5, 9.5], abs=1e-12)  # means of 1 2 3 4, of 5 6 7 8, of 9 10
 
 
 def test_without_it_lightnings_rule_stays() -> None:
     assert gradients(Slope(), TEN, accumulate_grad_batches=4) == pytest.approx([2.5, 6.5, 4.75], abs=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+@EITHER_LOOP
 def test_ragged_micro_batches_weigh_by_samples(options: dict[str, Any]) -> None:
     data = batches([1, 2, 3], [7], [4, 6])
     assert exact(Slope(), data, 2, **options) == pytest.approx([13 / 4, 5.0], abs=1e-12)  # (1+2+3+7)/4, then (4+6)/2
 
 
-@pytest.mark.parametrize("options", [{}, {"profiler": "simple"}])
+@EITHER_LOOP
 def test_a_loss_weight_counts_instead_of_samples(options: dict[str, Any]) -> None:
     module = Slope(weights={0: 10.0, 1: 30.0})
     assert exact(module, batches([1, 3], [4]), 2, **options) == pytest.approx([(10 * 2 + 30 * 4) / 40], abs=1e-12)
@@ -92,50 +94,22 @@ def test_a_skipped_micro_batch_has_no_weight() -> None:
     assert found == pytest.approx([2.0], abs=1e-12)  # mean of 1 and 3
 
 
-def test_clipping_sees_the_mean() -> None:
-    class Clipped(Slope):
+def test_clipping_sees_the_mean_and_hooks_the_plain_loss() -> None:
+    class Watched(Slope):
         clipped: float = 0.0
 
         def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
             super().configure_gradient_clipping(*args, **kwargs)
             self.clipped = self.w.grad.item()  # type: ignore[union-attr]
 
-    module = Clipped()
-    assert exact(module, batches([1, 2, 3], [4]), 2, gradient_clip_val=1.25) == [2.5]
-    assert module.clipped == pytest.approx(1.25, rel=1e-5)  # torch adds 1e-6 to the norm that it divides by
-
-
-def test_hooks_are_shown_the_plain_loss() -> None:
-    class Shown(Slope):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.outputs.append(outputs["loss"].item())
 
-    module = Shown()
+    module = Watched()
     torch.nn.init.ones_(module.w)
-    exact(module, batches([1, 2, 3], [7]), 2)
+    assert exact(module, batches([1, 2, 3], [7]), 2, gradient_clip_val=1.25) == [13 / 4]
+    assert module.clipped == pytest.approx(1.25, rel=1e-5)  # torch adds 1e-6 to the norm that it divides by
     assert module.outputs == [2.0, 7.0]
-
-
-def test_equals_one_large_batch() -> None:
-    """Six ragged micro-batches with AdamW reach the weights of two large batches."""
-    rows = torch.randn(14, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    class Linear(Tiny):
-        def __init__(self) -> None:
-            torch.manual_seed(0)
-            super().__init__(3)
-            self.double()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return (self.layer(batch) - 1).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-    cut, whole = Linear(), Linear()
-    quiet(accumulate_grad_batches=3, exact_accumulation=True).fit(cut, ready(list(rows.split([3, 1, 4, 2, 2, 2]))))
-    quiet().fit(whole, ready(list(rows.split([8, 6]))))
-    assert torch.allclose(cut.layer.weight, whole.layer.weight, rtol=0, atol=1e-10)
 
 
 def test_a_batch_without_a_countable_tensor_is_refused() -> None:

@@ -13,7 +13,7 @@ from evener.trainer import Trainer
 from evener.trainer.loops import hook_plan
 from evener.trainer.loops._train_step import TrainStep
 
-FAST = ("ragged", "accumulation_with_a_short_tail")
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +27,12 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST)]
-)
+@pytest.mark.parametrize("name", ["ragged", "accumulation_with_a_short_tail", pytest.param("all", marks=SLOW)])
 def test_training_without_lean_steps_equals_one_device(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_plan, "_is_tested", lambda *_: False)
-    case, (num_devices, strategy) = CASES[name], PLANS[plan]
-    assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
+    num_devices, strategy = PLANS[plan]
+    for case in CASES.values() if name == "all" else [CASES[name]]:
+        assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
 
 
 def test_the_argument_decides() -> None:

@@ -141,16 +141,19 @@ def test_a_hook_set_within_an_epoch_counts_from_the_next_log_point(every: int, f
     assert module.ended == [*((0, i) for i in range(first, 14)), *((1, i) for i in range(14))]
 
 
-def test_a_callback_added_in_a_step_gets_the_end_of_its_batch() -> None:
-    for cls in (Trainer, pl.Trainer):
-        ended: list[int] = []
+class Adds(SmallModule):
+    """Adds a callback in the fourth batch."""
 
-        class Adds(SmallModule):
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                if batch_idx == 3:
-                    note = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *args: ended.append(args[-1]))  # noqa: B023
-                    self.trainer.callbacks.append(note)
-                return super().training_step(batch, batch_idx)
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.ended: list[int] = []
+            note = pl.callbacks.LambdaCallback(on_train_batch_end=lambda *args: self.ended.append(args[-1]))
+            self.trainer.callbacks.append(note)
+        return super().training_step(batch, batch_idx)
 
-        quiet(cls).fit(Adds(), loader(), loader(10))
-        assert ended == [3, 4, 5]
+
+@pytest.mark.parametrize("kind", [Trainer, pl.Trainer])
+def test_a_callback_added_in_a_step_gets_the_end_of_its_batch(kind: type[pl.Trainer]) -> None:
+    module = Adds()
+    quiet(kind).fit(module, loader(), loader(10))
+    assert module.ended == [3, 4, 5]

@@ -48,6 +48,9 @@ def watched(part: str, num_steps: int, **options: Any) -> list[bool]:
     return module.alive
 
 
+REPLICAS: dict[str, Any] = {"strategy": "dp", "devices": ["cpu", "cpu"]}
+
+
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
 @pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
 def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
@@ -56,7 +59,7 @@ def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
 def test_a_step_on_replicas_is_dead_by_the_next(part: str) -> None:
-    assert watched(part, 24, strategy="dp", devices=["cpu", "cpu"]) == [False] * 24  # on two replicas
+    assert watched(part, 24, **REPLICAS) == [False] * 24  # on two replicas
 
 
 def tensors() -> int:
@@ -99,7 +102,7 @@ def assert_nothing_is_kept(found: dict[str, Any]) -> None:
     assert found["threads"][1:] == found["threads"][1:2] * 4
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "dp", "devices": ["cpu", "cpu"]}], ids=["one device", "replicas"])
+@pytest.mark.parametrize("options", [{}, REPLICAS], ids=["one device", "replicas"])
 def test_five_fits_leave_nothing_behind(options: dict[str, Any]) -> None:
     assert_nothing_is_kept(left_behind(**options))
 
@@ -115,11 +118,3 @@ def test_ranks_keep_neither_steps_nor_fits() -> None:
     for alive, found in run_ranks(_in_a_rank, 2):
         assert alive == [[False] * 6] * 3  # 2 epochs of 3 steps
         assert_nothing_is_kept(found)
-
-
-def test_a_trainer_fits_again_and_again() -> None:
-    module, trainer = SmallModule(), quiet()
-    for epochs in (1, 2, 3):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(module, loader(), loader(4))
-    assert trainer.global_step == 18

@@ -89,7 +89,7 @@ def test_a_patched_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 12
 
 
-def test_a_complex_loss_is_refused_by_torch() -> None:
+def test_a_complex_loss_is_refused_as_torch_refuses_it() -> None:
     class Complex(Stepped):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * torch.ones((), dtype=torch.complex64)

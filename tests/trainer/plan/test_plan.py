@@ -74,14 +74,9 @@ class Curious(Small):
         return loss if loss.item() > 0 else loss * 2
 
 
-@pytest.fixture(autouse=True)
-def _module_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
 def small(tmp_path: Path, *overrides: str, module: str = "Small", **options: Any) -> DictConfig:
     cfg = compose(["mode=plan", f"log_dir={tmp_path}", "accelerator=cpu", "data=none", *overrides])
-    cfg.module = {"_target_": f"test_plan.{module}", **options}
+    cfg.module = {"_target_": f"{__name__}.{module}", **options}
     return prepare(cfg)
 
 
@@ -101,21 +96,12 @@ def test_the_largest_batch_fits_and_one_more_does_not(samples: int, tmp_path: Pa
     assert plan_memory(small(tmp_path, f"device_memory_gb={limit / 1e9}")).largest_batch == samples
 
 
-def test_a_module_larger_than_the_device_fits_no_batch(tmp_path: Path) -> None:
-    plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
-    assert plan.largest_batch == 0
-    assert "A batch of one sample does not fit 696 B" in conclusions(plan)[1]
-
-
-def test_ranks_have_the_loaders_batch_and_buckets(tmp_path: Path) -> None:
+def test_ranks_have_buckets_and_the_loaders_batch_or_share_it(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path, "strategy=ddp", "devices=4"))
     assert [device.samples for device in plan.devices] == [5, 5, 5, 5]
     assert {device.communication for device in plan.devices} == {WEIGHTS}
     assert {device.peak for device in plan.devices} == {backward_peak(5) + WEIGHTS}
     assert plan.global_batch == 20
-
-
-def test_ranks_share_a_global_batch(tmp_path: Path) -> None:
     plan = plan_memory(small(tmp_path, "strategy=ddp", "devices=4", "strategy.batch_size_is=global"))
     assert [device.peak for device in plan.devices] == [forward_peak(n) + WEIGHTS for n in (2, 1, 1, 1)]
     assert plan.global_batch == 5
@@ -166,7 +152,7 @@ def test_accelerators_count_whole_blocks_and_need_not_be_here(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     arguments = ["mode=plan", "accelerator=gpu", "devices=8", "strategy=ddp", "data=none", "+module.batch_size=5"]
-    small_module = ["module._target_=test_plan.Small", "~module.lr", "~module.hidden", "~module.channels"]
+    small_module = [f"module._target_={__name__}.Small", "~module.lr", "~module.hidden", "~module.channels"]
     where = [f"log_dir={tmp_path}", "~module.weight_decay", "device_memory_gb=1e-6"]
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *small_module, *where])
     main()
@@ -213,9 +199,6 @@ class Watch(pl.Callback):
                 live += event.nbytes()
                 yield live
 
-    def peak(self) -> int:
-        return max(self.sizes())
-
 
 @pytest.mark.parametrize(
     ("module", "recompute", "most"),
@@ -232,7 +215,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_run_allocates(
     quiet(strategy=strategy, callbacks=[watch], max_epochs=3).fit(module(batch_size=2000))
     # the profiled step began with parameters, gradients, momentum and the batch
     (device,) = plan.devices
-    assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + watch.peak(), rel=0.1)
+    assert plan.peak == pytest.approx(3 * device.parameters + 2000 * 24 + max(watch.sizes()), rel=0.1)
 
 
 class Blocks(Small):
@@ -247,28 +230,23 @@ class Blocks(Small):
         return torch.optim.AdamW(self.parameters())
 
 
-class WatchSteps(Watch):
-    """Keeps the peaks of all steps.
+def _peak_of_a_rank(num_ranks: int, keeps: bool) -> int:
+    """The most bytes in a step, after the first two, beyond those that it began with.
 
     A thread of gloo may be the last to hold what a collective has worked on. It isn't profiled: what it frees counts
     as never freed, by more megabytes the busier the machine is, so that the least of many peaks is the right one.
     """
-
-    def __init__(self) -> None:
-        self.peaks: list[int] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        self.peaks.append(self.peak())
-
-
-def _peak_of_a_rank(num_ranks: int, keeps: bool) -> int:
-    """The most bytes in a step, after the first two, beyond those that it began with."""
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
-    watch = WatchSteps()
+    peaks: list[int] = []
+
+    class WatchSteps(Watch):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            peaks.append(max(self.sizes()))
+
     strategy = FSDPStrategy(reshard_after_forward=not keeps, timeout_s=60)
-    quiet(devices=num_ranks, strategy=strategy, callbacks=[watch], max_epochs=20).fit(Blocks())
-    return min(watch.peaks[2:])
+    quiet(devices=num_ranks, strategy=strategy, callbacks=[WatchSteps()], max_epochs=20).fit(Blocks())
+    return min(peaks[2:])
 
 
 @pytest.mark.slow
@@ -338,16 +316,19 @@ def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
     assert (found.forward_peak, found.backward_peak, found.update_peak) == (130 + 210, 150 + 210 + 9, 30)
 
 
-def deep(tmp_path: Path, *overrides: str) -> MemoryPlan:
-    return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
-
-
 def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
-    peak = deep(tmp_path).peak
-    lines = conclusions(deep(tmp_path, f"device_memory_gb={(peak - 1) / 1e9}"))
+    def deep(*overrides: str) -> MemoryPlan:
+        return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
+
+    peak = deep().peak
+    lines = conclusions(deep(f"device_memory_gb={(peak - 1) / 1e9}"))
     assert "does not fit" in lines[0]
     assert lines[0].endswith("strategy.recompute=except_last, fsdp and model_parallel need less per device.")
-    assert conclusions(deep(tmp_path, f"device_memory_gb={peak / 1e9}"))[0].startswith("This fits")
+    assert conclusions(deep(f"device_memory_gb={peak / 1e9}"))[0].startswith("This fits")
+    # the parameters alone, with their gradients and the optimizer's state
+    plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
+    assert plan.largest_batch == 0
+    assert "A batch of one sample does not fit 696 B" in conclusions(plan)[1]
 
 
 @pytest.mark.parametrize("experiment", ["digits", "char_lm", "gan"])
@@ -356,11 +337,6 @@ def test_examples_can_be_planned(experiment: str, tmp_path: Path) -> None:
     (device,) = plan_memory(cfg).devices
     assert device.optimizer == 2 * device.gradients, "Adam keeps two tensors per parameter"
     assert device.peak > device.parameters + device.gradients + device.optimizer
-
-
-def test_a_step_that_reads_values_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mode=plan runs training_step with shapes only.*mode=compare"):
-        plan_memory(small(tmp_path, module="Curious"))
 
 
 REFUSED = [
@@ -378,6 +354,11 @@ REFUSED = [
 def test_what_cannot_be_planned_is_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan_memory(small(tmp_path, *overrides))
+
+
+def test_a_step_that_reads_values_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mode=plan runs training_step with shapes only.*mode=compare"):
+        plan_memory(small(tmp_path, module="Curious"))
 
 
 @pytest.mark.parametrize(

@@ -71,15 +71,10 @@ class Broken(Fair):
         raise ArithmeticError("the module's own mistake")
 
 
-@pytest.fixture(autouse=True)
-def _module_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
 def config(tmp_path: Path, *overrides: str, module: str = "Fair") -> DictConfig:
     short = ["mode=compare", "devices=2", "accelerator=cpu", "compare.steps=6", "compare.warmup_steps=1", "data=none"]
     cfg = compose([f"log_dir={tmp_path}", *short, *overrides])
-    cfg.module = {"_target_": f"test_compare.{module}"}
+    cfg.module = {"_target_": f"{__name__}.{module}"}
     return prepare(cfg)
 
 
@@ -105,6 +100,8 @@ def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
     assert judge([one, two], 1e-8).excuses == {"single_device": [], "dp": []}
     assert largest_difference(Trial("dp", losses=[float("nan")] * 6), one) == float("inf")
     assert largest_difference(Trial("dp", losses=one.losses[:5]), one) == float("inf")
+    tolerances = [compare.tolerance_of(precision) for precision in ("64-true", "32-true", "bf16-mixed")]
+    assert tolerances == [1e-8, 1e-4, 3e-2]
 
 
 def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
@@ -148,19 +145,15 @@ def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
     assert tried(tmp_path, "dp").excuses == [], "a step without dropout"
 
 
-def test_a_refusal_is_told_by_its_sentence(tmp_path: Path) -> None:
-    trial = tried(tmp_path, "dp", module="Refused")
-    assert trial.status == REFUSED
-    assert "training_step returned a loss of shape (2,)" in trial.reason
-    assert compare.notes(judge([trial], 1e-4)) == [f"dp refused: {trial.reason}"]
-
-
-def test_a_failure_is_told_by_its_error(tmp_path: Path) -> None:
-    trial = tried(tmp_path, "single_device", module="Broken")
-    assert trial.status == FAILED
-    assert "ArithmeticError: the module's own mistake" in trial.reason
-    comparison = judge([trial], 1e-4)
-    assert recommendation(comparison) == "No recommendation: no strategy trained; see the reasons above."
+def test_a_refusal_is_told_by_its_sentence_and_a_failure_by_its_error(tmp_path: Path) -> None:
+    refused = tried(tmp_path, "dp", module="Refused")
+    assert refused.status == REFUSED
+    assert "training_step returned a loss of shape (2,)" in refused.reason
+    assert compare.notes(judge([refused], 1e-4)) == [f"dp refused: {refused.reason}"]
+    failed = tried(tmp_path, "single_device", module="Broken")
+    assert failed.status == FAILED
+    assert "ArithmeticError: the module's own mistake" in failed.reason
+    assert recommendation(judge([failed], 1e-4)) == "No recommendation: no strategy trained; see the reasons above."
 
 
 def test_losses_of_ranks_with_unequal_parts_are_the_batchs(tmp_path: Path) -> None:
@@ -210,13 +203,9 @@ def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
     first = Trial("single_device", samples_per_s=1234.5, peak_memory_mib=[100.0])
     line = compare.progress_line([first, replace(first, strategy="dp")], 5, 20.0)
     assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
-    assert compare.progress_line([replace(first, status="refused")], 1, 3.0).split() == [
-        "1",
-        "of",
-        "1",
-        "single_device",
-        "refused",
-    ]
+    assert "refused" in compare.progress_line([replace(first, status="refused")], 1, 3.0)
+    assert compare.memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
+    assert compare.memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
 
 
 RECOMMENDED = {
@@ -262,12 +251,6 @@ def test_what_is_recommended_and_why(case: str) -> None:
     assert recommendation(comparison) == f"Recommended: strategy={recommended}, because {reason}."
 
 
-def test_memory_is_shown_by_device() -> None:
-    assert compare.memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
-    assert compare.memory(Trial("ddp", peak_memory_mib=[20.2] * 8)) == "20"
-    assert compare.memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
-
-
 def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
     cfg = config(tmp_path, "seed=null", "strategy=ddp", "strategy.timeout_s=77", "callbacks=early_stopping")
     ddp = compare.trial_config(cfg, "ddp", tmp_path)
@@ -278,16 +261,13 @@ def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
     assert (dp.strategy.threads, dp.trainer.devices) == (True, 2)
 
 
-def test_every_strategy_takes_the_options_of_its_trial(tmp_path: Path) -> None:
-    # three files of conf/strategy inherit from another by a defaults list, which was taken for an option and refused
+def test_all_strategies_are_tried_with_their_options_unless_some_are_named(tmp_path: Path) -> None:
     cfg = config(tmp_path)
+    assert chosen_strategies(cfg) == [*STRATEGIES, "ddp_global_view"]
     for name in chosen_strategies(cfg):
         verify_config(compare.trial_config(cfg, name, tmp_path))
+    # a file that inherits from another by a defaults list, which was taken for an option and refused
     assert "threads" in compare.trial_config(cfg, "balanced_dp", tmp_path).strategy, "an option of dp"
-
-
-def test_all_strategies_are_tried_unless_some_are_named(tmp_path: Path) -> None:
-    assert chosen_strategies(config(tmp_path)) == [*STRATEGIES, "ddp_global_view"]
     assert chosen_strategies(config(tmp_path, "compare.strategies=[ddp,dp,ddp]")) == ["single_device", "ddp", "dp"]
 
 
@@ -316,11 +296,6 @@ def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run_job(cfg)
     with pytest.raises(ConfigError, match=r"mode=compare does not train"):
         train(cfg)
-
-
-@pytest.mark.parametrize(("precision", "limit"), [("64-true", 1e-8), ("32-true", 1e-4), ("bf16-mixed", 3e-2)])
-def test_tolerance_follows_the_precision(precision: str, limit: float) -> None:
-    assert compare.tolerance_of(precision) == limit
 
 
 def test_batchnorm_that_synchronizes_excuses_nothing() -> None:

@@ -11,7 +11,7 @@ from seen import SHORT
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.cli.train import run_job
-from evener.trainer.study.search import Search, flat, open_storage
+from evener.trainer.study.search import Search, open_storage
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna is not installed; pip install evener[optuna]"
@@ -31,13 +31,6 @@ def rows(tmp_path: Path) -> list[dict[str, str]]:
     (table,) = tmp_path.glob("**/search.csv")
     with table.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_space_is_flattened_and_null_removes_a_key() -> None:
-    assert dict(flat({"module": {"lr": "interval(0,1)", "hidden": None}, "seed": "range(1,3)"})) == {
-        "module.lr": "interval(0,1)",
-        "seed": "range(1,3)",
-    }
 
 
 @pytest.mark.skipif(importlib.util.find_spec("optuna") is not None, reason="optuna is installed")
@@ -127,15 +120,16 @@ def test_a_failing_trial_is_recorded_and_the_others_go_on(tmp_path: Path) -> Non
 
 
 @needs_optuna
-def test_a_configuration_refused_in_the_first_trial_ends_the_search(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="batch_size"):
-        ran(tmp_path, ConfigError("data.batch_size=0 is too small."), 0.5, 0.4)
-
-
-@needs_optuna
-def test_a_metric_that_is_not_logged_ends_the_search(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"monitor=val/loss was not logged; the run logged val/loss\. Set monitor"):
-        ran(tmp_path, None)
+@pytest.mark.parametrize(
+    ("outcome", "sentence"),
+    [
+        (ConfigError("data.batch_size=0 is too small."), "batch_size"),
+        (None, r"monitor=val/loss was not logged; the run logged val/loss\. Set monitor"),
+    ],
+)
+def test_what_no_trial_can_do_ends_the_search(outcome: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ran(tmp_path, outcome, 0.5, 0.4)
 
 
 @needs_optuna

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from evener.trainer import Result, compose, train
+from evener.trainer import Result, compose, main, train
 from evener.trainer.loggers.hparams import in_order, without_repetition
 from evener.trainer.loggers.tensorboard import OUR_OWN
 from evener.trainer.profiler import Box, draw_stages, read_rows
@@ -36,9 +36,14 @@ def sweep(home: Path, values: dict[str, float | None], mode: str = "min") -> Swe
     return SweepTable()
 
 
+def multirun(home: Path) -> DictConfig:
+    """The configuration with which Hydra ends a sweep."""
+    return OmegaConf.create({"hydra": {"sweep": {"dir": str(home)}}})
+
+
 def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75, "balanced_dp": None}, mode="max")
-    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    table.on_multirun_end(multirun(tmp_path))
     with (tmp_path / "sweep.csv").open(encoding="utf-8") as file:
         rows = list(csv.reader(file))
     assert rows == [
@@ -50,19 +55,11 @@ def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixtu
     told = capsys.readouterr().out
     assert "best: job 1, ddp module.lr=1" in told
     assert "failed" in told
-
-
-def test_the_smallest_metric_is_the_best_of_a_sweep_that_minimizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = sweep(tmp_path, {"dp": 0.5, "ddp": 0.75})
-    table.on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    sweep(tmp_path / "min", {"dp": 0.5, "ddp": 0.75}).on_multirun_end(multirun(tmp_path / "min"))
     assert "best: job 0, dp" in capsys.readouterr().out
 
 
 def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from evener.trainer.cli.main import main
-
     monkeypatch.chdir(tmp_path)
     arguments = ["-m", *SHORT, "module.lr=0.1,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
@@ -76,19 +73,17 @@ def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkey
         assert job.result.monitored == json.loads((Path(job.result.run_dir) / "result.json").read_text())["monitored"]
         assert events(job.result).Scalars("lr-AdamW")[-1].value == pytest.approx(rate)
 
-    experiment = hparams_of(jobs[0].result)
-    differing = {info.name for info in experiment.hparam_infos if info.differs}
-    assert differing == {"module/lr", "strategy"}
-    names = [info.name for info in experiment.hparam_infos]
-    assert "lr" not in names, "told once, as module/lr"
+    assert jobs[0].result is not None
+    content = events(jobs[0].result).SummaryMetadata("_hparams_/experiment").plugin_data.content
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment  # as the HPARAMS tab reads it
+    assert {info.name for info in experiment.hparam_infos if info.differs} == {"module/lr", "strategy"}
+    assert "lr" not in [info.name for info in experiment.hparam_infos], "told once, as module/lr"
     assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]
 
 
 def test_a_sweep_with_a_failed_job_shows_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from evener.trainer.cli.main import main
-
     monkeypatch.chdir(tmp_path)
     arguments = ["-m", *SHORT, "module.lr=x,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
@@ -97,13 +92,6 @@ def test_a_sweep_with_a_failed_job_shows_its_table(
     told = capsys.readouterr().out
     assert re.search(r"0 .*module\.lr=x .*failed", told)
     assert "best: job 1, single_device module.lr=0.001" in told
-
-
-def hparams_of(result: Result | None) -> Any:
-    """The experiment as TensorBoard's HPARAMS tab reads it."""
-    assert result is not None
-    content = events(result).SummaryMetadata("_hparams_/experiment").plugin_data.content
-    return plugin_data_pb2.HParamsPluginData.FromString(content).experiment
 
 
 def test_metrics_of_a_comparison_start_with_the_monitored_one() -> None:
@@ -135,21 +123,24 @@ def test_debug_profile_counts_the_actions(tmp_path: Path, capsys: pytest.Capture
     assert "speed/data_wait_ms" not in events(result).Tags()["scalars"], "nobody measured it"
 
 
+def traced(home: Path, num_steps: int, *words: str) -> tuple[Path, list[Any]]:
+    """The run directory of `debug=trace`, and the events that it recorded."""
+    options = [f"trainer.profiler.num_steps={num_steps}", "trainer.limit_train_batches=8", "logger=none"]
+    result = train(compose([*SHORT, f"log_dir={home}", "debug=trace", *options, *words]))
+    trace = Path(result.run_dir) / "trace.json"
+    return trace.parent, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+
+
 @pytest.mark.long
 def test_debug_trace_records_the_steps_after_the_first_five(tmp_path: Path) -> None:
-    options = ["debug=trace", "trainer.limit_train_batches=8", "trainer.profiler.num_steps=2", "logger=none"]
-    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options]))
-    recorded = json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    _, recorded = traced(tmp_path, 2)
     assert sum(event["name"] == "run_training_batch" for event in recorded) == 2
     assert any(event["name"] == "aten::conv2d" for event in recorded)
 
 
 @pytest.mark.long
 def test_debug_trace_names_the_tasks_of_the_pipelines_schedule(tmp_path: Path) -> None:
-    options = ["debug=trace", "trainer.limit_train_batches=8", "trainer.profiler.num_steps=1", "logger=none"]
-    stages = ["strategy=model_parallel", "devices=2", "accelerator=cpu", "strategy.num_microbatches=3"]
-    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options, *stages]))
-    recorded = json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    run_dir, recorded = traced(tmp_path, 1, "strategy=model_parallel", "devices=2", "strategy.num_microbatches=3")
     tasks = [event for event in recorded if re.fullmatch(r"[FB]\d( stage \d)?", event["name"])]
     in_order = [event["name"] for event in sorted(tasks, key=lambda event: event["ts"])]
     # 1f1b of 3 micro-batches on 2 stages; the last backward is that of the step's loss
@@ -160,7 +151,7 @@ def test_debug_trace_names_the_tasks_of_the_pipelines_schedule(tmp_path: Path) -
         "stage 0": ["F0", "F1", "B0", "F2", "B1", "B2"],
         "stage 1": ["F0", "B0", "F1", "B1", "F2", "B2"],
     }
-    assert (Path(result.run_dir) / "timeline.png").exists()
+    assert (run_dir / "timeline.png").exists()
 
 
 def test_a_timeline_has_the_times_of_devices_where_a_trace_has_them(tmp_path: Path) -> None:
