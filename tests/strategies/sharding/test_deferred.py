@@ -46,23 +46,31 @@ class Built(pl.LightningModule):
         errors, mask = (self.net(x) - y).square(), (y > 0).double()
         return (errors - errors.T).square().mean() if self.compares_samples else (errors * mask).sum() / mask.sum()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.net is not None
+        self.log("val", self.net(batch[0]).mean())
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-5)
 
 
-def _built(num_ranks: int) -> tuple[Tensor, str]:
+def _built(num_ranks: int, is_validated: bool) -> tuple[Tensor, str]:
     strategies = [
         SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy("auto", batch_size_is="global") for _ in "12"
     ]
     module, loader = Built(), DataLoader(Numbered(14), 7)
-    quiet_trainer(strategies[0], num_ranks, precision="64-true").fit(module, loader)
+    trainer = quiet_trainer(strategies[0], num_ranks, precision="64-true")
+    if is_validated:  # which cuts it
+        trainer.validate(module, loader, verbose=False)
+    trainer.fit(module, loader)
     trainer = quiet_trainer(strategies[1], num_ranks, precision="64-true")
     return weights(module), "" if num_ranks == 1 else refusal(trainer, Built(compares_samples=True), loader)
 
 
-def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step() -> None:
+@pytest.mark.parametrize("is_validated", [False, True])
+def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step(is_validated: bool) -> None:
     """It counted by samples, and layers that took no part were refused; weights were drawn in another type."""
-    single, _ = _built(1)
-    for trained, told in run_ranks(_built, 2, 2):
+    single, _ = _built(1, is_validated)
+    for trained, told in run_ranks(_built, 2, 2, is_validated):
         torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
         assert told.startswith("fsdp: computed in ranks of 4, 3 and 1 samples, the loss differs from one device's by ")
