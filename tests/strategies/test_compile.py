@@ -5,7 +5,6 @@ calls use, and leaves the arithmetic, and its errors, to torch.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,13 @@ from parity import Case, Net, assert_equal, baseline, fit, make_module, run
 from plans import PLANS
 from torch import Tensor
 
-from evener.strategies import DataParallelStrategy, ModelParallelStrategy
+from evener.strategies import DataParallelStrategy
+
+pytestmark = [
+    # the compiler looks at it, and hides the warning, which does not help where warnings are errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
+]
 
 
 def count_and_run(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -31,21 +36,7 @@ class CompiledNet(Net):
         self.compile(backend=count_and_run)
 
 
-@pytest.mark.timeout(600)
-# the compiler looks at it, and hides the warning, which does not help where warnings are errors
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("plan", ["dp-1", "dp-2", "balanced_dp-weights=1,0,3", "model_parallel-2-3"])
-def test_a_compiled_module_trains_as_the_plain_one(plan: str) -> None:
-    torch._dynamo.reset()
-    GRAPHS.clear()
-    num_devices, strategy = PLANS[plan]
-    assert_equal(run(Case(CompiledNet), strategy(), devices=num_devices), baseline(Case(Net)), 1e-10)
-    assert GRAPHS
-
-
 class CompiledPart(Net):
-    """Compiles a part of itself, and logs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net: Any = torch.compile(self.net, backend=count_and_run)
@@ -66,20 +57,17 @@ class Patched(Net):
         self.net.forward = lambda x: before(x)  # type: ignore[method-assign]
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("module", [CompiledPart, CompiledInPlace, Patched])
-@pytest.mark.parametrize(
-    ("strategy", "devices"), [(partial(ModelParallelStrategy, num_microbatches=2), 1), (DataParallelStrategy, 2)]
-)
-def test_a_module_with_a_wrapped_part_trains_as_the_plain_one(module: type[Net], strategy: Any, devices: int) -> None:
+@pytest.mark.parametrize("plan", ["dp-2", "balanced_dp-weights=1,0,3", "model_parallel-2-3"])
+@pytest.mark.parametrize("module", [CompiledNet, CompiledPart, CompiledInPlace, Patched])
+def test_a_compiled_module_trains_as_the_plain_one(module: type[Net], plan: str) -> None:
     # the compiler traced what looks at the first micro-batch, and failed with an AssertionError
     torch._dynamo.reset()
     GRAPHS.clear()
-    found = run(Case(module), strategy(), devices=devices)
-    torch.testing.assert_close(found.weights, baseline(Case(Net)).weights, rtol=0, atol=1e-10)
-    assert GRAPHS or module is not CompiledPart
+    num_devices, strategy = PLANS[plan]
+    found, expected = run(Case(module), strategy(), devices=num_devices), baseline(Case(Net))
+    found.keys = expected.keys if module is CompiledPart else found.keys  # torch.compile's own prefix
+    assert_equal(found, expected, 1e-10)
+    assert GRAPHS or module in (Patched, CompiledInPlace)
 
 
 class CompiledSum(Net):
@@ -99,23 +87,18 @@ def _squares(values: Tensor) -> Tensor:
 
 
 def _count_runs(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    def run(*args: Tensor) -> Any:
-        CALLS.append("compiled")
-        return graph(*args)
-
-    return run
+    return lambda *args: (CALLS.append("compiled"), graph(*args))[1]
 
 
 CALLS: list[str] = []
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_is_compiled_stays_so_after_a_trial_of_the_loss() -> None:
     # Cause: the trial ran under a dispatch mode, for which torch leaves out a compiled function, then and later.
     torch._dynamo.reset()
     CALLS.clear()
     run(Case(CompiledSum), DataParallelStrategy(), devices=2)
-    assert len(CALLS) - 2 * CALLS.count("compiled") > 0  # the trial compiles nothing
+    assert CALLS.count("step") > CALLS.count("compiled")  # the trial compiles nothing
     assert CALLS[-8:].count("compiled") == 4
 
 
@@ -127,8 +110,6 @@ class Weights(Net):
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_step_whose_loss_must_be_read_is_told_to_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     module = make_module(Case(Weights))

@@ -4,6 +4,7 @@ import copy
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,40 +19,12 @@ from evener.strategies import (
     DataParallelStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
-    data_parallel,
 )
-from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.dp import verify_blocks
 from evener.strategies.replicas.layout import ReplicaLayout
 from evener.trainer import Trainer
 
 CPU = torch.device("cpu")
-
-
-class Forms(nn.Module):
-    """Takes a batch in every form that a batch is passed in."""
-
-    def forward(self, x: Any = None, *, y: Tensor | None = None) -> Tensor:
-        if isinstance(x, dict):
-            return x["x"] * 2
-        if isinstance(x, tuple):
-            return x.x * 2  # pyright: ignore[reportAttributeAccessIssue]  # a namedtuple
-        return (x if y is None else y) * 2
-
-
-def test_no_batch_crashes_and_none_is_silently_evened() -> None:
-    """Pain 10: 1 to 8 samples, 1 to 4 devices, a first chunk of 0 to 4, in every form."""
-    from parity import Pair
-
-    for num_devices in range(1, 5):
-        for num in range(1, 2 * num_devices + 1):
-            x = torch.arange(num)
-            for chunk in range(5):
-                sizes = FirstChunk(chunk).sizes(num, num_devices)
-                assert sizes[0] == (num if num_devices == 1 else min(chunk, num))
-                for inputs, kwargs in ((x, {}), ((), {"y": x}), ({"x": x}, {}), ((Pair(x, x),), {})):
-                    out = data_parallel(Forms(), inputs, ["cpu"] * num_devices, None, 0, kwargs, chunk_sizes=sizes)
-                    assert out.tolist() == (x * 2).tolist()
 
 
 def fit(module: pl.LightningModule, strategy: Any, case: Case = CASES["ragged"], **options: Any) -> pl.Trainer:
@@ -60,23 +33,26 @@ def fit(module: pl.LightningModule, strategy: Any, case: Case = CASES["ragged"],
     return trainer
 
 
+class Annealed(Net):
+    """Hooks change an attribute, a layer's option, and a buffer through `.data`, of which no version tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.net[1] = nn.LeakyReLU()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) / self.temperature * self.scale
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.temperature = 1.0 + batch_idx
+        self.net[1].negative_slope = 0.1 * batch_idx
+        self.scale.data.mul_(0.8)
+
+
 def test_what_hooks_set_on_the_module_is_seen_by_every_replica() -> None:
-    class Annealed(Net):
-        temperature = 1.0
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            self.temperature = 1.0 + batch_idx
-            self.net[1].negative_slope = 0.1 * batch_idx
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[1] = nn.LeakyReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x) / self.temperature
-
-    case = Case(Annealed)
-    assert_equal(run(case, DataParallelStrategy(), devices=3), baseline(case), 1e-10)
+    assert_equal(run(Case(Annealed), DataParallelStrategy(), devices=3), baseline(Case(Annealed)), 1e-10)
 
 
 def test_what_a_user_has_put_in_place_of_log_is_called_and_stays() -> None:
@@ -189,24 +165,6 @@ def test_parameters_are_copied_before_each_training_step_and_once_in_an_evaluati
     assert validation == [56] * 6
 
 
-class Scheduled(Net):
-    """A buffer that a hook writes through `.data`, as averages of weights are swapped: no version tells it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(()))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) * self.scale
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.scale.data.mul_(0.8)
-
-
-def test_buffers_that_are_written_unseen_reach_the_replicas() -> None:
-    assert_equal(run(Case(Scheduled), "dp", devices=3), baseline(Case(Scheduled)), 1e-10)
-
-
 class GatheredLoss(Net):
     """Outputs of all replicas are joined on the root, and the loss is computed there, of the whole batch."""
 
@@ -230,7 +188,7 @@ class LocalLoss(GatheredLoss):
     ("strategy", "num_devices"),
     [
         (SingleDeviceStrategy, 1),
-        *((DataParallelStrategy, num) for num in (1, 2, 3)),
+        *((DataParallelStrategy, num) for num in (1, 3)),
         (lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 3),
         (ModelParallelStrategy, 2),
         (lambda: ModelParallelStrategy(num_microbatches=3), 2),
@@ -240,10 +198,7 @@ class LocalLoss(GatheredLoss):
 def test_training_step_end_computes_the_loss_of_the_whole_batch(strategy: Any, num_devices: int, trainer: Any) -> None:
     """It ran under dp only; elsewhere the step that leaves the loss to it ended in an error."""
     found = run(Case(GatheredLoss), strategy(), trainer, devices=num_devices)
-    assert_equal(found, baseline(LOCAL), 1e-10)
-
-
-LOCAL = Case(LocalLoss)
+    assert_equal(found, baseline(Case(LocalLoss)), 1e-10)
 
 
 class BlockNet(Net):
@@ -258,12 +213,10 @@ class BlockNet(Net):
         return self.block3(self.block2(self.block2(self.block1(x))))  # twice in one graph
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
+@pytest.mark.parametrize("num_devices", [1, 4])
 def test_a_submodule_alone_is_replicated(num_devices: int) -> None:
     case = Case(BlockNet)
-    module = BlockNet()
     assert_equal(run(case, DataParallelStrategy(submodule="block2"), devices=num_devices), baseline(case), 1e-10)
-    assert "forward" not in vars(module.block2)
 
 
 def test_an_unknown_submodule_is_refused() -> None:
@@ -272,14 +225,12 @@ def test_an_unknown_submodule_is_refused() -> None:
 
 
 class Returns(TokenNet):
-    """Returns what has a row per sample, and what has not."""
+    """Returns what has a row per sample, and what has not; no hook reads it."""
+
+    on_train_batch_end = pl.LightningModule.on_train_batch_end
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {**super().training_step(batch, batch_idx), "logits": self(batch[0]), "count": torch.tensor(3)}
-
-
-class Blind(Returns):
-    on_train_batch_end = pl.LightningModule.on_train_batch_end
 
 
 class Reads(Returns):
@@ -291,26 +242,26 @@ class Reads(Returns):
         self.received.append(dict(outputs))
 
 
-@pytest.mark.parametrize(("module", "told"), [(Blind, 0), (Reads, 1)])  # who has not asked is told nothing
-def test_outputs_that_cannot_be_joined_stay_on_their_replica(
-    module: type[Net], told: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Pain 9: only losses and scalars reach the root, unless a hook reads the others."""
+def test_outputs_that_no_hook_reads_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
+    """Pain 9: only losses and scalars reach the root, unless a hook reads the others; who has not asked is not told."""
     with caplog.at_level(logging.INFO):
-        fit(module().double(), "dp")
-    assert caplog.text.count("training_step's output 'count' does not reach callbacks") == told
-    assert caplog.text.count("does not reach callbacks") == told
+        fit(Returns().double(), "dp")
+    assert "does not reach callbacks" not in caplog.text
 
 
 @pytest.mark.parametrize(("num_devices", "strategy"), [(2, "dp"), (1, ModelParallelStrategy(num_microbatches=3))])
-def test_a_hook_at_the_end_of_a_step_gets_the_outputs_of_the_whole_batch(num_devices: int, strategy: Any) -> None:
+def test_a_hook_at_the_end_of_a_step_gets_the_outputs_of_the_whole_batch(
+    num_devices: int, strategy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     # it ended with a KeyError after one step
     torch.manual_seed(0)
     one = Reads().double()
     other = copy.deepcopy(one)
     fit(one, SingleDeviceStrategy(), devices=1)
-    fit(other, strategy, devices=num_devices)
+    with caplog.at_level(logging.INFO):
+        fit(other, strategy, devices=num_devices)
     assert set(other.received[0]) == {"loss", "loss_weight", "accuracy", "logits"}
+    assert caplog.text.count("training_step's output 'count' does not reach callbacks") == 1
     for expected, found in zip(one.received, other.received, strict=True):
         torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-10)
 
@@ -325,9 +276,6 @@ def test_a_module_may_leave_out_a_step_of_its_base_class(strategy: str) -> None:
     assert len(module.losses) > 0
 
 
-class KeyboardError(Exception): ...
-
-
 NAN, INF = float("nan"), float("inf")
 
 
@@ -335,7 +283,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("error", "raised", "message"),
     [
-        (KeyboardError("no such key"), KeyboardError, "no such key"),
+        (ArithmeticError("no such key"), ArithmeticError, "no such key"),
         (OSError(5, "disk"), RuntimeError, "OSError: .* disk"),
     ],
 )
@@ -365,28 +313,10 @@ def test_threads_evaluate_in_the_mode_of_the_trainer() -> None:
         assert modes[-8:] == [(False, inference)] * 8
 
 
-class Batches(torch.utils.data.IterableDataset[Any]):
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Any:
-        return iter([self.batch])
-
-
-X, Y = torch.randn(4, FEATURES, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (torch.tensor(1.0), "dp: a batch of type Tensor has no samples to split.*define __len__ and split"),
-        ((X, object()), r"batch\[1\] is a object, which can't be cut"),
-    ],
-)
-def test_batches_that_cannot_be_cut_are_refused(batch: Any, message: str) -> None:
-    loader = torch.utils.data.DataLoader(Batches(batch), batch_size=None)
-    trainer = make_trainer(CASES["ragged"], DataParallelStrategy(global_view=False), devices=2, limit_val_batches=0)
-    with pytest.raises(ConfigError, match=message):
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    loader: Any = torch.utils.data.DataLoader([torch.tensor(1.0)], batch_size=None)  # type: ignore[arg-type]
+    trainer = make_trainer(Case(), DataParallelStrategy(global_view=False), devices=2, limit_val_batches=0)
+    with pytest.raises(ConfigError, match=r"dp: a batch of type Tensor has no samples.*define __len__ and split"):
         trainer.fit(Net().double(), loader, loader)
 
 
@@ -400,27 +330,20 @@ class NoLoss(Net):
         return {"out": self(batch[0])}
 
 
-class Task:
-    """Has the steps of a module, as pyannote.audio's tasks do."""
-
-    def __init__(self, module: Net) -> None:
-        self.module = module
-
-    def training_step(self, batch: Any) -> Any:
-        loss = self.module.loss(batch)
-        self.module.log("train", loss, on_epoch=True)
-        return loss
-
-
 class Delegating(Net):
-    """Both chunks' values were logged as the first one's: an epoch mean of 0.7043 instead of 0.7009."""
+    """Logs by an object that has the module, as pyannote.audio's tasks do.
+
+    Both chunks' values were logged as the first one's: an epoch mean of 0.7043 instead of 0.7009.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.task = Task(self)
+        self.task = SimpleNamespace(module=self)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.task.training_step(batch)
+        loss = self.loss(batch)
+        self.task.module.log("train", loss, on_epoch=True)
+        return loss
 
 
 class OwnSteps(Net):
@@ -489,57 +412,46 @@ def test_sync_batchnorm_is_refused() -> None:
         make_trainer(CASES["ragged"], "dp", devices=2, sync_batchnorm=True)
 
 
+class Growing(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            layer = nn.Linear(CLASSES, CLASSES).double()
+            nn.init.eye_(layer.weight)
+            self.net.append(layer)
+            self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    on_after_backward = pl.LightningModule.on_after_backward
+
+
 def test_a_layer_that_is_added_while_training_is_replicated_and_its_steps_are_logged() -> None:
     # What a step logged in which the module had changed went to the recorder of the replicas from before.
-    class Growing(Net):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                layer = nn.Linear(CLASSES, CLASSES).double()
-                nn.init.eye_(layer.weight)
-                self.net.append(layer)
-                self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-        def on_after_backward(self) -> None:
-            self.gradients.append(self.net[0].weight.grad.clone())
-
-    def fitted(strategy: Any, num_devices: int) -> Tensor:
-        torch.manual_seed(0)
+    found = []
+    for strategy, num_devices in (("dp", 3), (SingleDeviceStrategy(), 1)):
         module = make_module(Case(Growing))
         fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
         assert len(module.losses) == 6
-        return torch.cat([*(p.detach().flatten() for p in module.parameters()), torch.tensor(module.losses)])
+        found.append([*module.parameters(), torch.tensor(module.losses)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
 
-    torch.testing.assert_close(fitted("dp", 3), fitted(SingleDeviceStrategy(), 1), rtol=0, atol=1e-10)
 
-
-class PredictsTogether(Net):
-    """Predicts one row per pair of samples, or needs four samples."""
-
-    fails = False
+class NeedsFour(Net):
+    """Predicts four samples or more."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0]
-        if self.fails and len(x) < 4:
+        if len(batch[0]) < 4:
             raise ValueError("too few samples")
-        return x.sum(1) if self.fails else x[: len(x) // 2].sum(1)
+        return batch[0].sum(1)
 
 
-@pytest.mark.parametrize(("fails", "expected"), [(False, [1.0, 5.0]), (True, [1.0, 5.0, 9.0, 13.0, 17.0])])
-def test_predictions_that_parts_do_not_give_are_made_of_whole_batches(fails: bool, expected: list[float]) -> None:
-    # reading a prediction raised, or the step itself did
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2).double()), batch_size=5
-    )
-    module = PredictsTogether().double()
-    module.fails = fails
-    trainer = Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
-    (found,) = trainer.predict(module, loader)  # type: ignore[misc]
-    assert found.tolist() == expected  # type: ignore[union-attr]
+def test_a_step_that_fails_on_parts_predicts_whole_batches() -> None:
+    loader: Any = torch.utils.data.DataLoader([(row,) for row in torch.arange(10.0).reshape(5, 2)], batch_size=5)  # type: ignore[arg-type]
+    (found,) = make_trainer(Case(), DataParallelStrategy(), devices=2).predict(NeedsFour(), loader)  # type: ignore[misc]
+    assert found.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0]  # type: ignore[union-attr]

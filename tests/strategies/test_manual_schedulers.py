@@ -3,12 +3,11 @@
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from regression import quiet_trainer
+from regression import Net, Numbered, quiet_trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from evener.strategies import BalancedDDPStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
@@ -20,75 +19,55 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-class Manual(pl.LightningModule):
-    """Steps a plateau scheduler by its loss: in the step as it is, or as `callback_metrics` has it there or later."""
+class Stepping(Net):
+    """Steps a plateau scheduler by its loss: in the step as it is, as `callback_metrics` has it there or at the batch's
+    end, or in its own hook, which gets another value than the one that is monitored. All but the last by hand."""
 
     def __init__(self, reads: str) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.net = torch.nn.Linear(3, 1).double()
-        self.automatic_optimization = False
+        self.automatic_optimization = reads == "hook"
         self.reads = reads
         self.rates: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.last = loss.detach()
+        if self.automatic_optimization:
+            return loss
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
         self.log("loss", loss)
-        if self.reads == "loss":
-            self._decide(loss.detach())
-        elif self.reads == "step":
-            self._decide(self.trainer.callback_metrics["loss"])
+        if self.reads != "end":
+            scheduler: Any = self.lr_schedulers()
+            scheduler.step(self.last if self.reads == "loss" else self.trainer.callback_metrics["loss"])
+        return None
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(self.last)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.reads == "end":
-            self._decide(self.trainer.callback_metrics["loss"])
         scheduler: Any = self.lr_schedulers()
+        if self.reads == "end":
+            scheduler.step(self.trainer.callback_metrics["loss"])
         self.rates.append(scheduler.get_last_lr()[0])
 
     def on_train_epoch_end(self) -> None:
         scheduler: Any = self.lr_schedulers()
         scheduler.step(1.0)  # the same on all ranks
 
-    def _decide(self, value: Any) -> None:
-        scheduler: Any = self.lr_schedulers()
-        scheduler.step(value)
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [ReduceLROnPlateau(optimizer, patience=0, factor=0.9)]
-
-
-class OwnHook(Manual):
-    """Optimizes automatically, and gives the scheduler another value than the one that is monitored."""
-
-    def __init__(self, reads: str) -> None:
-        super().__init__(reads)
-        self.automatic_optimization = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.last = loss.detach()
-        return loss
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step(self.last)
-
-    def configure_optimizers(self) -> Any:
-        optimizers, schedulers = super().configure_optimizers()
-        config = {"scheduler": schedulers[0], "interval": "step", "monitor": "none", "strict": False}
-        return {"optimizer": optimizers[0], "lr_scheduler": {**config, "reduce_on_plateau": False}}
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.9)
+        config = {"scheduler": scheduler, "interval": "step", "monitor": "none", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": {**config, "reduce_on_plateau": False}}
 
 
 def _fit(strategy: str, reads: str) -> Any:
-    module = (OwnHook if reads == "hook" else Manual)(reads)
-    trainer = quiet_trainer(STRATEGIES[strategy](), 1 if strategy == "single" else 2)
-    drawn = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(17, width, generator=drawn, dtype=torch.float64) for width in (3, 1))
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))  # one rank has no part of the last batch
+    module = Stepping(reads)
+    trainer = quiet_trainer(STRATEGIES[strategy](), 1 if strategy == "single" else 2, limit_val_batches=0)
+    trainer.fit(module, DataLoader(Numbered(17), batch_size=4))  # one rank has no part of the last batch
     config = trainer.lr_scheduler_configs[0]
     return module.rates, type(config.scheduler) is ReduceLROnPlateau, sorted(config.scheduler.state_dict())
 

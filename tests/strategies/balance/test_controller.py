@@ -3,13 +3,14 @@
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
 from evener.strategies import ConfigError
 from evener.strategies.balance._estimates import fitted_times, relative_error
 from evener.strategies.balance._solver import DeviceCost, Objective, largest_load, solve
-from evener.strategies.balance.controller import BalanceController, cautious
+from evener.strategies.balance.controller import BalanceController
 
 
 def every_distribution(num_samples: int, num_devices: int) -> list[tuple[int, ...]]:
@@ -53,52 +54,49 @@ def test_no_distribution_is_better_than_the_solution(objective: Objective) -> No
     assert (solved > 200, refused > 5) == (True, True)
 
 
-def test_a_device_three_times_slower_gets_a_third() -> None:
-    costs = [DeviceCost(seconds_per_sample=3), DeviceCost(seconds_per_sample=1), DeviceCost(seconds_per_sample=1)]
-    assert solve(70, costs) == [10, 30, 30]
+Seconds = Callable[[list[int]], list[float]]
+"""What each device takes for its samples."""
 
 
-def test_a_root_that_hosts_the_optimizer_gets_fewer_samples() -> None:
-    root = DeviceCost(bytes_per_sample=1, fixed_bytes=60, limit_bytes=100)
-    other = DeviceCost(bytes_per_sample=1, fixed_bytes=20, limit_bytes=100)
-    assert solve(40, [root, other], "memory") == [0, 40]
-    assert solve(60, [root, other], "memory") == [10, 50]
+def per_sample(*costs: float) -> Seconds:
+    return lambda sizes: [size * cost for size, cost in zip(sizes, costs, strict=True)]
 
 
-def measure(controller: BalanceController, costs: list[float], num_samples: int, steps: int) -> list[list[int]]:
+def measure(controller: BalanceController, seconds: Seconds, num_samples: int, steps: int) -> list[list[int]]:
+    """The sizes of each step, and those of the next."""
     history: list[list[int]] = []
     for _ in range(steps):
         sizes = controller.propose(num_samples)
-        controller.observe(sizes, [size * cost for size, cost in zip(sizes, costs, strict=True)])
+        controller.observe(sizes, seconds(sizes))
         history.append(sizes)
-    return history
+    return [*history, controller.propose(num_samples)]
 
 
 def test_shares_are_even_until_something_was_measured_and_ideal_after() -> None:
     controller = BalanceController(3, warmup=2)
-    history = measure(controller, [3.0, 1.0, 1.0], 70, 21)
+    history = measure(controller, per_sample(3.0, 1.0, 1.0), 70, 20)
     # 2 to warm up, 6 that are measured; then the first device loses half of its 24, and 8 steps later the rest
     assert history == [[24, 23, 23]] * 8 + [[12, 29, 29]] * 8 + [[10, 30, 30]] * 5
     assert controller.shares == pytest.approx([1 / 7, 3 / 7, 3 / 7])
     assert controller.efficiency == pytest.approx(1.0)
+    resumed = BalanceController(3)
+    assert resumed.load_state_dict(controller.state_dict())
+    assert resumed.propose(70) == [10, 30, 30]
+    assert resumed.state_dict() == controller.state_dict()
+    assert not BalanceController(2).load_state_dict(controller.state_dict())
 
 
 def test_a_gain_below_the_hysteresis_changes_nothing() -> None:
     # even: the largest time is 52; best: 49 and 51 samples, 51.0; the gain of 1.9% is below 2%
-    assert measure(BalanceController(2, warmup=0), [1.04, 1.0], 100, 7)[-1] == [50, 50]
-    assert measure(BalanceController(2, warmup=0, hysteresis=0.001), [1.04, 1.0], 100, 7)[-1] == [49, 51]
+    seconds = per_sample(1.04, 1.0)
+    assert measure(BalanceController(2, warmup=0), seconds, 100, 6)[-1] == [50, 50]
+    assert measure(BalanceController(2, warmup=0, hysteresis=0.001), seconds, 100, 6)[-1] == [49, 51]
 
 
-def test_one_slow_step_changes_nothing() -> None:
+def test_one_slow_step_and_ragged_batches_change_nothing() -> None:
     controller = BalanceController(2, warmup=0)
-    measure(controller, [1.0, 1.0], 100, 5)
+    measure(controller, per_sample(1.0, 1.0), 100, 5)
     assert not controller.observe([50, 50], [500.0, 50.0])
-    assert controller.propose(100) == [50, 50]
-
-
-def test_a_ragged_batch_is_not_measured() -> None:
-    controller = BalanceController(2, warmup=0)
-    measure(controller, [1.0, 1.0], 100, 3)
     for _ in range(20):
         controller.observe([1, 1], [10.0, 1.0])
     assert controller.propose(100) == [50, 50]
@@ -123,70 +121,70 @@ def test_the_error_of_a_median_is_read_off_the_ordered_values() -> None:
     assert relative_error([3.0, 3.0, 3.0]) == 0
 
 
-def test_what_all_devices_share_changes_nothing() -> None:
+@pytest.mark.parametrize(("cost", "expected"), [(1.0, [32, 32]), (3.0, [16, 48])])
+def test_what_all_devices_share_changes_nothing_and_a_difference_is_found_all_the_same(
+    cost: float, expected: list[int]
+) -> None:
     """Other programs make every step of both devices up to ten times as slow."""
     noise = random.Random(0)
-    controller, unequal = BalanceController(2), BalanceController(2)
-    for _ in range(100):
+
+    def seconds(sizes: list[int]) -> list[float]:
         load = noise.uniform(1, 10)
-        assert not controller.observe([32, 32], [32 * load, 32 * load])
-        sizes = unequal.propose(64)
-        unequal.observe(sizes, [3 * sizes[0] * load, sizes[1] * load])
-    assert unequal.propose(64) == [16, 48]  # a difference is found all the same
+        return per_sample(cost * load, load)(sizes)
+
+    assert measure(BalanceController(2), seconds, 64, 100)[-1] == expected
 
 
 def test_a_load_that_comes_between_two_sizes_is_no_fixed_time() -> None:
     # 3 and 1 s per sample; the first gets 16 of 64 by and by. From its second size on everything takes five times
     # as long, which by a line through both sizes would mean that all its time is fixed
-    controller = BalanceController(2, warmup=0)
-    for _ in range(40):
-        sizes = controller.propose(64)
+    def seconds(sizes: list[int]) -> list[float]:
         load = 1 if sizes == [32, 32] else 5
-        controller.observe(sizes, [load * 3.0 * sizes[0], load * 1.0 * sizes[1]])
-    assert controller.propose(64) == [16, 48]
+        return per_sample(3.0 * load, load)(sizes)
+
+    assert measure(BalanceController(2, warmup=0), seconds, 64, 40)[-1] == [16, 48]
 
 
-def test_equal_devices_under_bursts_keep_equal_shares() -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_devices_under_bursts_keep_equal_shares(seed: int) -> None:
     """Other programs take turns of 4 ms: a chunk of 5 ms is interrupted by up to seven of them, or not at all."""
-    worst = 0.0
-    for seed in range(20):
-        noise = random.Random(seed)
-        controller = BalanceController(2)
-        for _ in range(200):
-            sizes = controller.propose(64)
-            bursts = [0.004 * sum(noise.random() < 0.3 for _ in range(7)) for _ in sizes]
-            controller.observe(sizes, [size * 0.00016 + burst for size, burst in zip(sizes, bursts, strict=True)])
-            worst = max(worst, abs(controller.shares[0] - 0.5))
-    assert worst <= 0.05
+    noise = random.Random(seed)
+
+    def seconds(sizes: list[int]) -> list[float]:
+        return [size * 0.00016 + 0.004 * sum(noise.random() < 0.3 for _ in range(7)) for size in sizes]
+
+    for sizes in measure(BalanceController(2), seconds, 64, 200):
+        assert abs(sizes[0] - 32) <= 4
 
 
 def test_equal_devices_on_a_busy_machine_keep_their_shares() -> None:
     """Half of the time is other programs' here; new shares at every step made a run five times as slow."""
     noise = random.Random(0)
-    controller = BalanceController(2)
-    changes = 0
-    for _ in range(400):
-        sizes = controller.propose(64)
-        changes += controller.observe(sizes, [(0.01 + 0.001 * size) * noise.uniform(0.5, 1.5) for size in sizes])
-    assert changes <= 4
-    assert min(controller.propose(64)) >= 24
+
+    def seconds(sizes: list[int]) -> list[float]:
+        return [(0.01 + 0.001 * size) * noise.uniform(0.5, 1.5) for size in sizes]
+
+    history = measure(BalanceController(2), seconds, 64, 400)
+    assert sum(one != other for one, other in itertools.pairwise(history)) <= 4
+    assert min(history[-1]) >= 24
 
 
-def test_of_devices_in_turn_the_first_looks_slower_and_keeps_its_share() -> None:
+@pytest.mark.parametrize(("ratio", "expected"), [(1.35, 32), (2.0, 21)])
+def test_of_devices_in_turn_the_first_looks_slower_and_keeps_its_share(ratio: float, expected: int) -> None:
     """Measured on equal CPU devices: up to 1.34 times per sample, since the first chunk finds the caches cold."""
-    for ratio, expected in ((1.35, 32), (2.0, 21)):
-        noise = random.Random(0)
-        controller = BalanceController(2, in_turn=True)
-        for _ in range(100):
-            sizes = controller.propose(64)
-            controller.observe(sizes, [ratio * sizes[0] * noise.uniform(1, 1.1), sizes[1] * noise.uniform(1, 1.1)])
-        assert abs(controller.propose(64)[0] - expected) <= 1  # a device of half the speed is found: 64 / 3
+    noise = random.Random(0)
+
+    def seconds(sizes: list[int]) -> list[float]:
+        return per_sample(ratio * noise.uniform(1, 1.1), noise.uniform(1, 1.1))(sizes)
+
+    found = measure(BalanceController(2, in_turn=True), seconds, 64, 100)[-1]
+    assert abs(found[0] - expected) <= 1  # a device of half the speed is found: 64 / 3
 
 
 def test_only_the_first_share_is_found_where_asked() -> None:
     controller = BalanceController(3, warmup=0, only_first=True)
     # the others are taken for as slow as the slowest of them: 4 samples a unit against 1 and 1
-    assert measure(controller, [0.25, 1.0, 0.5], 60, 7)[-1] == [40, 10, 10]
+    assert measure(controller, per_sample(0.25, 1.0, 0.5), 60, 6)[-1] == [40, 10, 10]
 
 
 def test_memory_is_balanced_by_bytes_and_limits() -> None:
@@ -197,16 +195,6 @@ def test_memory_is_balanced_by_bytes_and_limits() -> None:
     assert controller.propose(40) == [0, 40]
 
 
-def test_the_state_goes_through_a_checkpoint() -> None:
-    controller = BalanceController(3, warmup=0)
-    measure(controller, [3.0, 1.0, 1.0], 70, 18)
-    resumed = BalanceController(3)
-    assert resumed.load_state_dict(controller.state_dict())
-    assert resumed.propose(70) == [10, 30, 30]
-    assert resumed.state_dict() == controller.state_dict()
-    assert not BalanceController(2).load_state_dict(controller.state_dict())
-
-
 def test_a_line_through_two_sizes_tells_what_is_fixed() -> None:
     # 2 s for any chunk and 0.5 s per sample: 8 samples take 6 s, 16 take 10 s
     assert fitted_times([(8, 6.0)], window=8) == (0.0, 0.75)
@@ -215,29 +203,19 @@ def test_a_line_through_two_sizes_tells_what_is_fixed() -> None:
     assert fitted_times([(16, 9.0), (17, 8.5)], window=8) == (0.0, 0.5)
 
 
-def test_no_device_loses_more_than_half_of_its_samples_at_once() -> None:
-    # 30 of 40 are to go, 20 may: two thirds of the way
-    assert cautious([40, 40], [10, 70]) == pytest.approx([20, 60])
-    assert cautious([40, 40], [30, 50]) == [30, 50]
-
-
 def test_equal_devices_whose_time_is_mostly_fixed_keep_even_shares() -> None:
     """Before what is fixed was known, whoever had fewer samples looked slower per sample, and lost them all."""
     noise = random.Random(0)
     controller = BalanceController(2)
-    for _ in range(400):
-        sizes = controller.propose(64)
-        # 20 ms for any chunk, 0.1 ms per sample, a tenth of noise
-        seconds = [(0.02 + 0.0001 * size) * noise.uniform(0.9, 1.1) if size else 0.0 for size in sizes]
-        controller.observe(sizes, seconds)
-    assert min(controller.propose(64)) >= 16
+
+    def seconds(sizes: list[int]) -> list[float]:  # 20 ms for any chunk, 0.1 ms per sample, a tenth of noise
+        return [(0.02 + 0.0001 * size) * noise.uniform(0.9, 1.1) if size else 0.0 for size in sizes]
+
+    assert min(measure(controller, seconds, 64, 400)[-1]) >= 16
     assert controller.efficiency > 0.85
 
 
 def test_a_slower_device_is_found_though_much_of_its_time_is_fixed() -> None:
     # 10 ms for any chunk; 1 ms and 3 ms per sample. Equal times of 64 samples: 10 + a = 10 + 3 (64 - a), a = 48
-    controller = BalanceController(2)
-    for _ in range(40):
-        sizes = controller.propose(64)
-        controller.observe(sizes, [0.01 + 0.001 * sizes[0], 0.01 + 0.003 * sizes[1]])
-    assert controller.propose(64)[0] == pytest.approx(48, abs=2)
+    found = measure(BalanceController(2), lambda sizes: [0.01 + 0.001 * sizes[0], 0.01 + 0.003 * sizes[1]], 64, 40)
+    assert found[-1][0] == pytest.approx(48, abs=2)

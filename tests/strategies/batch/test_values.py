@@ -1,7 +1,6 @@
 """Logged values that are no means over samples: parts of a batch show one device's numbers."""
 
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
+from parity import Case, make_trainer
+from regression import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
 from evener.strategies.batch.exact.values import Comparison, Seen, Tape
 from evener.strategies.batch.whole.over_batch import over_batch
-from evener.trainer import Trainer
 
 # 1 of the first five, and the sixth to the ninth, count: (1 + 6 + 7 + 8 + 9) / 5; by samples in [5, 4] it was 3.89
 X = torch.arange(1.0, 10.0, dtype=torch.float64)
@@ -30,10 +30,6 @@ Value = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 def masked(x: Tensor, counts: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
     return (x * counts).sum() / counts.sum()
-
-
-def perplexity(x: Tensor, counts: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
-    return F.cross_entropy(logits, classes).exp()
 
 
 def smoothed(x: Tensor, counts: Tensor, logits: Tensor, classes: Tensor) -> Tensor:
@@ -81,7 +77,7 @@ def programs_of(value: Value) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [masked, perplexity, smoothed, of_positives, if_any, macro_f1, as_number, largest],
+    [masked, smoothed, of_positives, if_any, macro_f1, as_number, largest],
     ids=lambda one: one.__name__,
 )
 def test_values_of_parts_make_the_values_of_the_whole(value: Value) -> None:
@@ -141,10 +137,7 @@ class Masked(pl.LightningModule):
 def logged(strategy: Any, devices: int) -> dict[str, float]:
     """What one epoch logs over batches of nine samples and of two, of which one counts: 10."""
     data = TensorDataset(torch.cat([X, torch.tensor([10.0, 11.0]).double()]), torch.cat([COUNTS, COUNTS[:2]]))
-    trainer = Trainer(
-        max_epochs=1, accelerator="cpu", devices=devices, strategy=strategy, logger=False, num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy, devices, max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(Masked(), DataLoader(data, batch_size=9), DataLoader(data, batch_size=9))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -167,7 +160,6 @@ def test_one_process_logs_values_of_whole_batches(cut: str) -> None:
 
 
 def _on_rank() -> dict[str, float]:
-    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)  # Lightning's own
     return logged(DDPStrategy(batch_size_is="global", timeout_s=60), 2)
 
 
@@ -177,41 +169,33 @@ def test_ranks_log_values_of_whole_batches() -> None:
 
 
 class Median(Masked):
-    """Logs a value that parts don't make."""
+    """Logs a value that parts don't make, unless it is computed over the batch."""
+
+    def __init__(self, median: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.median = median
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_median", self.net(batch[0][:, None]).median())
+        self.log("val_median", self.median(self.net(batch[0][:, None])))
 
 
-def _validates(**options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu", devices=2, strategy=DataParallelStrategy(**options), logger=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
+def validated_median(median: Callable[[Tensor], Tensor], **options: Any) -> float:
+    trainer = make_trainer(Case(), DataParallelStrategy(**options), devices=2)
+    loader = DataLoader(TensorDataset(X, COUNTS), 9)
+    (found,) = trainer.validate(Median(median), loader, verbose=False)
+    return found["val_median"]
 
 
-def test_a_value_that_parts_do_not_make_is_named() -> None:
+def test_a_value_that_parts_do_not_make_is_that_of_whole_batches_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert validated_median(torch.median) == 5.0  # of 1, ..., 9
+    assert caplog.text.count("So validation_step gets whole batches (strategy.global_view)") == 1
     told = "dp: validation_step logs 'val_median', of which values of parts of a batch"
     with pytest.warns(UserWarning, match=told):
-        _validates(global_view=False).validate(Median(), DataLoader(TensorDataset(X, COUNTS), 9), verbose=False)
+        validated_median(torch.median, global_view=False)
 
 
-def test_a_step_that_logs_a_value_which_parts_do_not_make_gets_whole_batches(caplog: pytest.LogCaptureFixture) -> None:
-    module = Median()
+def test_a_value_over_the_batch_is_one_devices_and_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        [found] = _validates().validate(module, DataLoader(TensorDataset(X, COUNTS), 9), verbose=False)
-    assert found["val_median"] == pytest.approx(module.net(X[:, None]).median().item(), rel=1e-12)
-    assert caplog.text.count("So validation_step gets whole batches (strategy.global_view)") == 1
-
-
-class MedianOverBatch(Masked):
-    """Computes it on the whole batch."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_median", over_batch(torch.median)(self.net(batch[0][:, None])))
-
-
-def test_a_value_over_the_batch_is_one_devices_and_nothing_is_told() -> None:
-    trainer, module = _validates(), MedianOverBatch()  # warnings fail
-    [found] = trainer.validate(module, DataLoader(TensorDataset(X, COUNTS), batch_size=9), verbose=False)
-    assert found["val_median"] == pytest.approx(module.net(X[:, None]).median().item(), rel=1e-12)
+        assert validated_median(over_batch(torch.median)) == 5.0  # warnings fail
+    assert "whole batches" not in caplog.text

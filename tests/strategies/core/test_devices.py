@@ -36,9 +36,8 @@ def test_only_copies_to_streams_are_asynchronous(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (torch.OutOfMemoryError("out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("size mismatch"), False),

@@ -1,7 +1,7 @@
 """Which rank reads which sample: checked on plain integers, one simulated rank after the other."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.policies import Weighted
-from evener.strategies.core.rng import random_state, seed_rank, set_random_state
+from evener.strategies.core.rng import random_state, set_random_state
 from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, positions, source_of
 from evener.strategies.data.sampling import Divide, Share
 from evener.strategies.data.shares import RankShares
@@ -60,8 +60,14 @@ def test_per_device_deals_whole_batches_and_splits_the_last() -> None:
     assert second == [(list(range(8, 16)), Share(8, 16)), ([19, 20], Share(2, 5))]
 
 
-def test_global_divides_every_batch() -> None:
-    first, second = read(DataLoader(range(5), 4), "train", 2, "global")  # type: ignore[arg-type]
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+
+
+@pytest.mark.parametrize("data", [range(5), Stream()])
+def test_global_divides_every_batch(data: Any) -> None:
+    first, second = read(DataLoader(data, 4), "train", 2, "global")
     assert first == [([0, 1], Share(2, 4)), ([4], Share(1, 1))]
     assert second == [([2, 3], Share(2, 4)), ([4], Share(0, 1))]  # a stand-in of weight zero
 
@@ -164,25 +170,28 @@ class ToldStream(Told, IterableDataset[int]):
     """Samples that can't be chosen."""
 
 
+TOLD: dict[str, Callable[[Told, Told, ToldStream], Any]] = {
+    "sampler": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), 2, sampler=inner),
+    "batch sampler": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), batch_sampler=outer),
+    "keys": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), sampler=inner, batch_size=None),
+    "stream": lambda inner, outer, stream: DataLoader(stream, 2),
+    "no loader": lambda inner, outer, stream: outer,
+}
+
+
 @pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
-@pytest.mark.parametrize("kind", ["sampler", "batch sampler", "keys", "stream", "no loader"])
+@pytest.mark.parametrize("kind", TOLD)
 def test_who_is_told_the_epoch_is_the_same_as_on_one_device(kind: str, batch_size_is: Any) -> None:
     # A batch sampler's own `set_epoch`, a dataset's and a loader's were called under ddp and never on one device
     # (another order of samples there); a sampler's was called twice.
     told = []
     for processed in (False, True):
-        inner, stream = Told(), ToldStream()
-        outer, samples = Told(inner), cast(Any, range(9))
-        loader: Any = {
-            "sampler": lambda: DataLoader(samples, 2, sampler=inner),  # noqa: B023
-            "batch sampler": lambda: DataLoader(samples, batch_sampler=outer),  # noqa: B023
-            "keys": lambda: DataLoader(samples, sampler=inner, batch_size=None),  # noqa: B023
-            "stream": lambda: DataLoader(stream, 2),  # noqa: B023
-            "no loader": lambda: outer,  # noqa: B023
-        }[kind]()
+        inner = Told()
+        receivers = inner, Told(inner), ToldStream()
+        loader = TOLD[kind](*receivers)
         own = rank_loaders(1, 2, batch_size_is).process(loader, "train") if processed else loader
         _set_sampler_epoch(own, 3)  # what Lightning calls before every epoch
-        told.append([receiver.epochs for receiver in (inner, outer, stream)])
+        told.append([receiver.epochs for receiver in receivers])
     assert told[0] == told[1]
 
 
@@ -195,17 +204,6 @@ def test_keys_without_batches_are_dealt() -> None:
     first, second = read(lists, "train", 2, "global")
     assert [batch for batch, _ in first] == [[0], [2], [4]]
     assert [share for _, share in second] == [Share(1, 2), Share(1, 2), Share(0, 1)]
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(5)
-
-
-def test_a_common_stream_is_divided() -> None:
-    first, second = read(DataLoader(Stream(), 4), "train", 2, "global")
-    assert first == [([0, 1], Share(2, 4)), ([4], Share(1, 1))]
-    assert second == [([2, 3], Share(2, 4)), ([4], Share(0, 1))]
 
 
 def test_workers_hand_over_batches_in_the_order_of_their_shares() -> None:
@@ -243,19 +241,6 @@ def test_weights_change_at_an_agreed_batch() -> None:
         divide.change(Weighted((1.0, 1.0)), at=1)
 
 
-def test_ranks_draw_differently_and_the_same_again() -> None:
-    def draws(rank: int) -> tuple[float, float, float]:
-        torch.manual_seed(5)
-        random.seed(5)
-        np.random.seed(5)
-        seed_rank(rank)
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
-    assert draws(0)[0] == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
-    assert draws(1) == draws(1)
-    assert len({draw for rank in range(3) for draw in draws(rank)}) == 9
-
-
 def test_random_samplers_take_rank_0s_order() -> None:
     torch.manual_seed(0)
     expected = list(RandomSampler(range(6)))
@@ -291,6 +276,19 @@ def test_loaders_that_stay_together_are_evaluated_by_all_ranks() -> None:
     assert evaluated(1, "min_size", *dropped) == [[[2, 3], [2, 3]]]
 
 
+class Samples(Dataset[int]):
+    """Numbered samples, in processes too."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:
     shares.begin_batch(combined, 0)
     return shares.current
@@ -317,16 +315,3 @@ def test_a_batch_without_a_share_is_refused_by_name() -> None:
     assert taken(shares, combined) == Share(2, 4)
     with pytest.raises(ConfigError, match=r"ddp: it isn't known which part of a global batch .* Read a loader of its"):
         shares.begin_batch(combined, 0)
-
-
-class Samples(Dataset[int]):
-    """Numbered samples, in processes too."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> int:
-        return index

@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from parity import Case, Net, assert_equal, baseline, fit, make_module, run
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, DDPStrategy
 from evener.strategies import SingleDeviceStrategy as Single
-from evener.trainer import Trainer
 
 
 class Twice(Net):
@@ -36,13 +34,6 @@ class Differentiated(Net):
         parameters = list(self.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient / gradient.norm()
-
-
-class Judged(Net):
-    """Calls its closure several times."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
 
 class Checkpointed(Net):
@@ -71,31 +62,6 @@ class Unused(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
-
-
-STRATEGIES = [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("module", [Twice, Differentiated, Judged, Checkpointed, Unused])
-@pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
-def test_what_goes_backward_equals_one_device(module: type[Net], strategy: Any, trainer: Any) -> None:
-    case = Case(module)
-    expected = baseline(case) if trainer is Trainer else run(case, Single(), trainer, devices=1)
-    assert_equal(run(case, strategy(), trainer, devices=3), expected, 1e-10)
-
-
-def scaled(module: type[Net]) -> Case:
-    """With a gradient scaler, which finds infinite gradients in its first steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    return Case(module, num=22, dtype=torch.float32, trainer={"plugins": [plugin], "accumulate_grad_batches": 2})
-
-
-@pytest.mark.parametrize("module", [Net, Checkpointed])
-def test_a_gradient_scaler_scales_what_goes_backward(module: type[Net]) -> None:
-    found, expected = run(scaled(module), DataParallelStrategy(), devices=2), run(scaled(module), Single(), devices=1)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-2)
 
 
 class Penalized(Net):
@@ -145,10 +111,26 @@ class Frozen(Net):
         return loss + super().training_step(batch, batch_idx)
 
 
+STRATEGIES = [DataParallelStrategy, lambda: BalancedDataParallelStrategy(gpu0_chunk=0)]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("module", [Penalized, Attacked, Copied, Frozen])
-def test_what_a_step_does_with_its_graph_equals_one_device(module: type[Net], strategy: Any) -> None:
+@pytest.mark.parametrize("module", [Twice, Differentiated, Checkpointed, Unused, Penalized, Attacked, Copied, Frozen])
+def test_what_goes_backward_equals_one_device(module: type[Net], strategy: Any) -> None:
     assert_equal(run(Case(module), strategy(), devices=3), baseline(Case(module)), 1e-10)
+
+
+def scaled(module: type[Net]) -> Case:
+    """With a gradient scaler, which finds infinite gradients in its first steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    return Case(module, num=22, dtype=torch.float32, trainer={"plugins": [plugin], "accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize("module", [Net, Checkpointed])
+def test_a_gradient_scaler_scales_what_goes_backward(module: type[Net]) -> None:
+    found, expected = run(scaled(module), DataParallelStrategy(), devices=2), run(scaled(module), Single(), devices=1)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=1e-2)
 
 
 def test_a_module_is_released_after_its_run() -> None:

@@ -34,64 +34,57 @@ def module() -> Tied:
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+def gradients(module: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    module.zero_grad()
+    loss.backward()
+    return [p.grad for p in module.parameters()]
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_scatter_takes_chunk_sizes() -> None:
     chunks = scatter({"x": torch.arange(5), "name": list("abcde")}, ["cpu", "cpu", "cpu"], chunk_sizes=[1, 0, 4])
     assert [chunk["x"].tolist() for chunk in chunks] == [[0], [], [1, 2, 3, 4]]
     assert [chunk["name"] for chunk in chunks] == [["a"], [], ["b", "c", "d", "e"]]
 
 
-def test_scatter_and_gather_are_differentiable() -> None:
+def test_scatter_and_gather_are_differentiable_and_scalars_become_a_vector() -> None:
     x = torch.arange(5.0, requires_grad=True)
     whole = gather([chunk * (i + 1) for i, chunk in enumerate(scatter(x, ["cpu", "cpu"]))], "cpu")
     assert whole.tolist() == [0, 1, 2, 6, 8]
     whole.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1, 1, 2, 2]
-
-
-def test_gather_makes_a_vector_of_scalars() -> None:
     assert gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu").tolist() == [1, 2]
 
 
-def test_replicas_send_gradients_to_the_module(module: Tied) -> None:
+def test_replicas_send_gradients_to_the_module_unless_they_are_detached(module: Tied) -> None:
     first, second = replicate(module, ["cpu", "cpu"])
     assert first.b.weight is first.a.weight
-    (first(X)["out"].sum() + 2 * second(X)["out"].sum()).backward()
-    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
-    (3 * module(X)["out"].sum()).backward()
-    expected = [p.grad for p in module.parameters() if p.grad is not None]
-    assert len(found) == len(expected) == 3
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    found = gradients(module, first(X)["out"].sum() + 2 * second(X)["out"].sum())
+    assert len(found) == 3
+    assert_close(found, gradients(module, 3 * module(X)["out"].sum()))
+    (detached,) = replicate(module, ["cpu"], detach=True)
+    assert not detached(X)["out"].requires_grad
 
 
 def test_replicas_of_a_recurrent_module_send_gradients_too() -> None:
     torch.manual_seed(0)
     module = nn.LSTM(3, 2).double()
     whole = data_parallel(module, X[:, None], ["cpu", "cpu"])[0]  # two sequences of 4 and 3 steps
-    whole.sum().backward()
-    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
-    (module(X[:4, None])[0].sum() + module(X[4:, None])[0].sum()).backward()
-    torch.testing.assert_close(found, [p.grad for p in module.parameters()], rtol=0, atol=1e-12)
-
-
-def test_detached_replicas_have_no_gradient(module: Tied) -> None:
-    (replica,) = replicate(module, ["cpu"], detach=True)
-    assert not replica(X)["out"].requires_grad
+    found = gradients(module, whole.sum())
+    assert_close(found, gradients(module, module(X[:4, None])[0].sum() + module(X[4:, None])[0].sum()))
 
 
 @pytest.mark.parametrize("sizes", [None, [7, 0, 0], [0, 3, 4], [1, 5, 1]])
 def test_data_parallel_equals_one_call(module: Tied, sizes: list[int] | None) -> None:
     scale = torch.linspace(1, 2, 7, dtype=torch.float64)[:, None]
     whole = data_parallel(module, X, ["cpu"] * 3, module_kwargs={"scale": scale}, chunk_sizes=sizes)["out"]
-    whole.square().sum().backward()
-    found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
     expected = module(X, scale)["out"]
-    expected.square().sum().backward()
-    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found, [p.grad for p in module.parameters()], rtol=0, atol=1e-12)
+    assert_close(whole, expected)
+    assert_close(gradients(module, whole.square().sum()), gradients(module, expected.square().sum()))
 
 
 def test_parallel_apply_names_the_chunk_that_failed(module: Tied) -> None:

@@ -1,6 +1,5 @@
 """Replicas compute with the root's weights, whenever and however an optimizer writes to them."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from parity import Case, Net, TiedNet, TokenNet, assert_equal, baseline, run
-from torch import Tensor
+from parity import Case, Net, TiedNet, assert_equal, baseline, run
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, SingleDeviceStrategy
 from evener.trainer import Trainer
@@ -31,43 +29,12 @@ class Sharp(torch.optim.SGD):
         return loss
 
 
-class Ahead(torch.optim.SGD):
-    """Looks ahead before it calls the closure."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(0.9)
-        loss = closure()
-        super().step()
-        return loss
-
-
-def net_with(optimizer: type[torch.optim.Optimizer], base: type[Net] = Net) -> Callable[[], Net]:
-    class Optimized(base):  # pyright: ignore[reportGeneralTypeIssues]  # a class made for a test
+def net_with(optimizer: type[torch.optim.Optimizer]) -> Callable[[], Net]:
+    class Optimized(Net):
         def configure_optimizers(self) -> Any:
             return optimizer(self.parameters(), lr=0.1)  # pyright: ignore[reportCallIssue]
 
     return Optimized
-
-
-class Teacher(Net):
-    """Stays near an average of its weights, which a hook moves after every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-        for slow in self.teacher.parameters():
-            slow.data.mul_(0.5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.read(batch)[0]
-        return super().training_step(batch, batch_idx) + (self(x) - self.teacher(x)).square().mean()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        for own, slow in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
-            slow.data.mul_(0.9).add_(own.data, alpha=0.1)
 
 
 class Frozen(TiedNet):
@@ -76,9 +43,6 @@ class Frozen(TiedNet):
     def __init__(self, write: str) -> None:
         super().__init__()
         self.write = write
-
-    def on_train_start(self) -> None:
-        self.view = self.frozen.weight.data
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
@@ -90,7 +54,7 @@ class Frozen(TiedNet):
         if self.write == "data is set":
             self.frozen.weight.data = self.frozen.weight.data * 0.5
         elif self.write:
-            {"data": self.frozen.weight.data, "torch": self.frozen.weight, "view": self.view}[self.write].mul_(0.5)
+            self.frozen.weight.data.mul_(0.5)
 
 
 class Average(pl.Callback):
@@ -112,16 +76,12 @@ class Average(pl.Callback):
 CASES = {
     **{
         f"frozen {write}": Case(partial(Frozen, write), num=40, trainer={"max_epochs": 1})
-        for write in ("", "torch", "data", "data is set", "view")
+        for write in ("", "data", "data is set")
     },
     "average": Case(trainer={"callbacks": [Average()]}),
     "climbs": Case(net_with(Sharp)),
     "climbs_accumulated": Case(net_with(Sharp), num=22, trainer={"accumulate_grad_batches": 2}),
-    "ahead": Case(net_with(Ahead)),
-    "ahead_accumulated": Case(net_with(Ahead), num=22, trainer={"accumulate_grad_batches": 2}),
-    "climbs_by_tokens": Case(net_with(Sharp, TokenNet)),
     "climbs_in_a_part": Case(net_with(Sharp), strategy={"submodule": "net"}),
-    "teacher": Case(Teacher, trainer={"accumulate_grad_batches": 3}),
 }
 
 
