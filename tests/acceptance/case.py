@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import evener
+
 FIELDS = ("classification", "language", "vision", "contrastive", "generative", "rl", "sequence", "graph", "tabular",
           "trainer_features")  # fmt: skip
 EXPECTED = ("exact", "exception", "remedy")
@@ -29,7 +31,8 @@ class Case:
             `remedy`, where the module must be changed or an option given.
         settles: whether an exception is equal once its random numbers are the same for all samples and its
             normalisations use their running statistics.
-        differs: names of logged values that docs/law_1.md excepts; all others are then equal.
+        differs: logged values, by the beginnings of their names, that docs/law_1.md excepts; all others are then equal.
+        tolerance: the difference that is allowed, of the largest number.
         callbacks: makes the trainer's callbacks.
         stock: whether stock Lightning trains it, too, which shows that the case is one that people could have.
         trainer: further arguments of the trainer.
@@ -40,19 +43,19 @@ class Case:
     field: str
     module: Callable[[], pl.LightningModule]
     data: Callable[[], Any]
-    expected: str
-    settles: bool
-    differs: tuple[str, ...]
-    callbacks: Callable[[], list[pl.Callback]]
-    stock: bool
-    trainer: dict[str, Any]
+    expected: str = "exact"
+    settles: bool = True
+    differs: tuple[str, ...] = ()
+    callbacks: Callable[[], list[pl.Callback]] = list
+    stock: bool = True
+    tolerance: float = 1e-9
+    trainer: dict[str, Any] = field(default_factory=dict[str, Any])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, "dict[str, Any]"])
 
 
 CASES: dict[str, Case] = {}
 REMEDIES: dict[str, Case] = {}
 """What becomes of a case by the remedy that a message of ours names, by the case's name."""
-
 
 WHOLE = {plan: {"num_microbatches": 1} for plan in ("model_parallel", "model_parallel_in_parts", "ddp_model_parallel")}
 """The remedy of what micro-batches do not take: weights that the step writes."""
@@ -64,29 +67,42 @@ def has_remedy(name: str, plan: str) -> bool:
     return found is not None and (found.module is not CASES[name].module or plan in found.options)
 
 
-def case(
-    data: Callable[[], Any],
-    expected: str = "exact",
-    settles: bool = True,
-    differs: tuple[str, ...] = (),
-    callbacks: Callable[[], list[pl.Callback]] = list,
-    stock: bool = True,
-    remedies: dict[str, dict[str, Any]] | None = None,
-    **trainer: Any,
-) -> Callable[[Any], Any]:
-    """Make a module's class a case; `remedies` are options of strategies that a message names, by plan."""
+def case(data: Callable[[], Any], expected: str = "exact", over_batch: str = "", **more: Any) -> Callable[[Any], Any]:
+    """Make a module's class a case.
+
+    Args:
+        data: see `Case`.
+        expected: see `Case`.
+        over_batch: the method that the remedied module computes by `evener.over_batch`.
+        **more: what else a `Case` has; `remedies`, options of strategies that a message names, by plan; all others are
+            arguments of the trainer.
+    """
     assert expected in EXPECTED, expected
+    remedies = more.pop("remedies", None)
+    own = {name: more.pop(name) for name in ("settles", "differs", "callbacks", "stock") if name in more}
 
     def add(module: Any) -> Any:
         assert module.__name__ not in CASES, module.__name__
         room = module.__module__.rpartition(".")[2]
-        made = Case(module.__name__, room, module, data, expected, settles, differs, callbacks, stock, trainer)
+        made = Case(module.__name__, room, module, data, expected, trainer=more, **own)
         CASES[module.__name__] = made
         if remedies:
             REMEDIES[module.__name__] = replace(made, options=remedies)
+        if over_batch:
+            REMEDIES[module.__name__] = replace(made, module=_over_batch(module, over_batch))
         return module
 
     return add
+
+
+def _over_batch(module: Any, name: str) -> Any:
+    """The module with a method of this name computed on the whole batch."""
+    method = getattr(module, name)
+
+    def on_the_whole_batch(self: Any, *args: Any) -> Any:
+        return evener.over_batch(method.__get__(self))(*args)
+
+    return type(f"{module.__name__}OverBatch", (module,), {name: on_the_whole_batch})
 
 
 def remedy(data: Callable[[], Any] | None = None, **options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -146,12 +162,29 @@ class Net(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp(*self.sizes)
+        self.criterion: Callable[..., Tensor] = nn.CrossEntropyLoss()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.criterion(out, y)
+
     def step(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return self.loss(self(batch[0]), batch[1])
+
+
+class ByHand(pl.LightningModule):
+    """The base class of modules with several optimizers, which step by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def update(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
 
 
 NUM_TRAIN, NUM_VAL, BATCH = 21, 13, 8  # batches of 8, 8, 5 and 8, 5

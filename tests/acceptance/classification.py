@@ -1,7 +1,6 @@
 """Classifiers of vectors and images."""
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +8,7 @@ import torchmetrics
 from pytorch_lightning import LightningModule
 from torch import nn
 
-import evener
-
-from .case import Lit, Net, Rows, both, case, images, ints, mlp, normal, remedy, vectors
+from .case import Lit, Net, Rows, both, case, images, ints, mlp, normal, vectors
 
 
 @case(images())
@@ -45,30 +42,21 @@ class LitDigits(LightningModule):
 
 
 @case(vectors())
-class ClassWeighted(Lit):
+class ClassWeighted(Net):
     """Rare classes count more."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(6, 8, 3)
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
-
-    def step(self, batch):
-        x, y = batch
-        return self.criterion(self.net(x), y)
 
 
 @case(vectors())
-class LabelSmoothing(Lit):
+class LabelSmoothing(Net):
     """Label smoothing, SGD with a cosine schedule by step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(6, 8, 3)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
-
-    def step(self, batch):
-        return self.criterion(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -89,32 +77,20 @@ class Mixup(Net):
         self.log("train_loss", loss)
         return loss
 
-    def step(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-
-class FocalLoss(nn.Module):
-    def __init__(self, gamma: float = 2.0, alpha: Any = None) -> None:
-        super().__init__()
-        self.gamma = gamma
-        self.register_buffer("alpha", alpha)
-
-    def forward(self, logits, target):
-        ce = F.cross_entropy(logits, target, weight=self.alpha, reduction="none")
-        return ((1 - torch.exp(-ce)) ** self.gamma * ce).mean()
-
 
 @case(vectors())
-class Focal(Lit):
+class Focal(Net):
     """Focal loss with a buffer of class weights."""
+
+    gamma = 2.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(6, 8, 3)
-        self.loss_fn = FocalLoss(alpha=torch.tensor([0.5, 1.0, 2.0]))
+        self.register_buffer("alpha", torch.tensor([0.5, 1.0, 2.0]))
 
-    def step(self, batch):
-        return self.loss_fn(self.net(batch[0]), batch[1])
+    def loss(self, logits, target):
+        ce = F.cross_entropy(logits, target, weight=self.alpha, reduction="none")
+        return ((1 - torch.exp(-ce)) ** self.gamma * ce).mean()
 
 
 @case(both(lambda n, s: Rows(normal(n, 6, seed=s), (normal(n, 4, seed=s + 3) > 1).double())))
@@ -123,9 +99,7 @@ class FocalByPositives(Net):
 
     sizes = (6, 8, 4)
 
-    def step(self, batch):
-        x, y = batch
-        logits = self.net(x)
+    def loss(self, logits, y):
         p = logits.sigmoid()
         ce = F.binary_cross_entropy_with_logits(logits, y, reduction="none")
         p_t = p * y + (1 - p) * (1 - y)
@@ -134,18 +108,18 @@ class FocalByPositives(Net):
 
 
 @case(both(lambda n, s: Rows(normal(n, 6, seed=s), (normal(n, 4, seed=s + 3) > 0.5).double())))
-class MultiLabel(LightningModule):
+class MultiLabel(Net):
     """BCE with pos_weight; F1 over the epoch."""
+
+    sizes, optimizer = (6, 8, 4), torch.optim.AdamW
 
     def __init__(self, num_labels: int = 4) -> None:
         super().__init__()
-        self.net = mlp(6, 8, num_labels)
         self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((num_labels,), 2.5))
         self.f1 = torchmetrics.F1Score(task="multilabel", num_labels=num_labels, average="macro")
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = self.criterion(self.net(x), y)
+        loss = self.step(batch)
         self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, logger=True)
         return {"loss": loss}
 
@@ -155,12 +129,9 @@ class MultiLabel(LightningModule):
         self.f1(logits.sigmoid(), y.int())
         self.log_dict({"val/loss": self.criterion(logits, y), "val/f1": self.f1}, on_step=False, on_epoch=True)
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
 
 @case(images(), "exception")
-class ConvBatchNorm(Lit):
+class ConvBatchNorm(Net):
     """A convolutional network with BatchNorm."""
 
     def __init__(self) -> None:
@@ -168,44 +139,26 @@ class ConvBatchNorm(Lit):
         block = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
         self.net = nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
-    def step(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
 
 @case(vectors(), "exception")
-class DropoutMlp(Lit):
+class DropoutMlp(Net):
     """Dropout between layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
-    def step(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
 
-
-@case(vectors(), "remedy")
-class HardExamples(Lit):
+@case(vectors(), "remedy", over_batch="loss")
+class HardExamples(Net):
     """Online hard example mining: the mean of the batch's largest losses."""
 
-    def __init__(self, keep: float = 0.5) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = mlp(6, 8, 3)
+    keep = 0.5
 
-    def step(self, batch):
-        x, y = batch
-        return self.hardest(F.cross_entropy(self.net(x), y, reduction="none"))
-
-    def hardest(self, losses):
-        hardest, _ = torch.topk(losses, max(1, int(self.hparams.keep * losses.numel())))
+    def loss(self, logits, y):
+        losses = F.cross_entropy(logits, y, reduction="none")
+        hardest, _ = torch.topk(losses, max(1, int(self.keep * losses.numel())))
         return hardest.mean()
-
-
-@remedy()
-class HardExamplesOverBatch(HardExamples):
-    def hardest(self, losses):
-        return evener.over_batch(super().hardest)(losses)
 
 
 @case(vectors())
@@ -229,26 +182,25 @@ class ArcFace(Lit):
 
 
 @case(vectors())
-class Distillation(Lit):
-    """A frozen teacher's softened answers, and the labels."""
+class Distillation(Net):
+    """A frozen teacher's softened answers, and the labels; the optimizer has the student alone."""
 
     def __init__(self, T: float = 3.0, alpha: float = 0.7) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.student, self.teacher = mlp(6, 4, 3), mlp(6, 16, 3)
-        self.teacher.requires_grad_(False)
+        self.teacher = mlp(6, 16, 3).requires_grad_(False)
 
     def step(self, batch):
         x, y = batch
         T, alpha = self.hparams.T, self.hparams.alpha
-        logits = self.student(x)
+        logits = self.net(x)
         with torch.no_grad():
             target = F.softmax(self.teacher(x) / T, dim=-1)
         kd = F.kl_div(F.log_softmax(logits / T, dim=-1), target, reduction="batchmean") * T * T
         return alpha * kd + (1 - alpha) * F.cross_entropy(logits, y)
 
     def configure_optimizers(self):
-        return torch.optim.Adam(self.student.parameters(), lr=1e-2)
+        return torch.optim.Adam(self.net.parameters(), lr=1e-2)
 
 
 @case(both(lambda n, s: Rows(normal(n, 6, seed=s), ints(3, n, seed=s), 0.1 + normal(n, seed=s + 1).abs())))

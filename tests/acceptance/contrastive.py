@@ -4,7 +4,6 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from pytorch_lightning import LightningModule
 from torch import nn
 
 import evener
@@ -52,10 +51,12 @@ class CLIP(Lit):
         self.logit_scale = nn.Parameter(torch.tensor(2.6592))
 
     def step(self, batch):
-        image, text = batch
-        image, text = F.normalize(self.visual(image), dim=-1), F.normalize(self.textual(text), dim=-1)
-        logits = self.logit_scale.exp() * image @ text.t()
-        labels = torch.arange(len(logits), device=self.device)
+        image, text = (F.normalize(net(x), dim=-1) for net, x in zip((self.visual, self.textual), batch, strict=True))
+        return self.loss(image, text, self.logit_scale)
+
+    def loss(self, image, text, logit_scale):
+        logits = logit_scale.exp() * image @ text.t()
+        labels = torch.arange(len(logits), device=logits.device)
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
 
@@ -67,18 +68,11 @@ class CLIPOverBatch(CLIP):
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor([2.6592]))
 
-    def step(self, batch):
-        image, text = (F.normalize(net(x), dim=-1) for net, x in zip((self.visual, self.textual), batch, strict=True))
-        return evener.over_batch(self.loss)(image, text, self.logit_scale)
-
-    @staticmethod
-    def loss(image, text, logit_scale):
-        logits = logit_scale.exp() * image @ text.t()
-        labels = torch.arange(len(logits), device=logits.device)
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+    def loss(self, *args):
+        return evener.over_batch(super().loss)(*args)
 
 
-@case(two_views(), "remedy")
+@case(two_views(), "remedy", over_batch="loss")
 class SupCon(Net):
     """Supervised contrastive loss."""
 
@@ -99,26 +93,21 @@ class SupCon(Net):
         return -((mask * log_prob).sum(1) / mask.sum(1)).mean()
 
 
-@remedy()
-class SupConOverBatch(SupCon):
-    def step(self, batch):
-        (a, b), labels = batch
-        return evener.over_batch(self.loss)(self.net(a), self.net(b), labels)
+class Views(Net):
+    """Compares the embeddings of two views."""
 
-
-@case(two_views(), "remedy")
-class BarlowTwins(Lit):
-    """The cross-correlation of normalised embeddings over the batch."""
-
-    optimizer = torch.optim.SGD
-
-    def __init__(self, lambd: float = 5e-3) -> None:
-        super().__init__()
-        self.lambd, self.net = lambd, mlp(6, 8, 4)
+    sizes, optimizer = (6, 8, 4), torch.optim.SGD
 
     def step(self, batch):
         (a, b), _ = batch
         return self.loss(self.net(a), self.net(b))
+
+
+@case(two_views(), "remedy", over_batch="loss")
+class BarlowTwins(Views):
+    """The cross-correlation of normalised embeddings over the batch."""
+
+    lambd = 5e-3
 
     def loss(self, z1, z2):
         z1 = (z1 - z1.mean(0)) / z1.std(0)
@@ -129,22 +118,9 @@ class BarlowTwins(Lit):
         return on_diag + self.lambd * off_diag
 
 
-@remedy()
-class BarlowTwinsOverBatch(BarlowTwins):
-    def step(self, batch):
-        (a, b), _ = batch
-        return evener.over_batch(self.loss)(self.net(a), self.net(b))
-
-
-@case(two_views(), "remedy")
-class VICReg(Net):
+@case(two_views(), "remedy", over_batch="loss")
+class VICReg(Views):
     """Invariance, variance and covariance of embeddings over the batch."""
-
-    sizes, optimizer = (6, 8, 4), torch.optim.SGD
-
-    def step(self, batch):
-        (a, b), _ = batch
-        return self.loss(self.net(a), self.net(b))
 
     def loss(self, x, y):
         repr_loss = F.mse_loss(x, y)
@@ -155,20 +131,14 @@ class VICReg(Net):
         return 25 * repr_loss + 25 * std_loss + cov_loss
 
 
-@remedy()
-class VICRegOverBatch(VICReg):
-    def step(self, batch):
-        (a, b), _ = batch
-        return evener.over_batch(self.loss)(self.net(a), self.net(b))
-
-
 @case(two_views())
 class BYOL(Lit):
     """An online network predicts a target network's answers; the target follows as a moving average of weights."""
 
-    def __init__(self, tau: float = 0.9) -> None:
+    tau = 0.9
+
+    def __init__(self) -> None:
         super().__init__()
-        self.tau = tau
         self.online, self.predictor = mlp(6, 8, 4), mlp(4, 8, 4)
         self.target = copy.deepcopy(self.online)
         for p in self.target.parameters():
@@ -207,7 +177,7 @@ class SimSiam(Lit):
 
 
 @case(two_views())
-class MoCo(LightningModule):
+class MoCo(Lit):
     """A queue of keys, gathered from all ranks, and a momentum encoder, both updated in the step."""
 
     def __init__(self, size: int = 24, momentum: float = 0.9) -> None:
@@ -231,42 +201,28 @@ class MoCo(LightningModule):
         self.queue[:, places] = keys.T
         self.queue_ptr[0] = (ptr + num) % self.size
 
-    def logits(self, batch):
+    def step(self, batch):
         (im_q, im_k), _ = batch
         q = F.normalize(self.encoder_q(im_q), dim=1)
         with torch.no_grad():
             k = F.normalize(self.encoder_k(im_k), dim=1)
         l_pos = torch.einsum("nc,nc->n", q, k).unsqueeze(-1)
         l_neg = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
-        return torch.cat([l_pos, l_neg], dim=1) / 0.2, k
-
-    def training_step(self, batch, batch_idx):
-        logits, k = self.logits(batch)
+        logits = torch.cat([l_pos, l_neg], dim=1) / 0.2
         loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=self.device))
-        self._dequeue_and_enqueue(k)
-        self.log("train_loss", loss)
+        if self.training:
+            self._dequeue_and_enqueue(k)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        logits, _ = self.logits(batch)
-        self.log("val_loss", F.cross_entropy(logits, torch.zeros_like(logits[:, 0], dtype=torch.long)))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.encoder_q.parameters(), lr=0.1, momentum=0.9)
 
 
-@case(vectors(), "remedy")
-class HardTriplets(Lit):
+@case(vectors(), "remedy", over_batch="loss")
+class HardTriplets(Net):
     """The hardest positive and negative of the batch for each anchor."""
 
-    optimizer = torch.optim.SGD
-
-    def __init__(self, margin: float = 0.5) -> None:
-        super().__init__()
-        self.margin, self.net = margin, mlp(6, 8, 4)
-
-    def step(self, batch):
-        return self.loss(self.net(batch[0]), batch[1])
+    sizes, optimizer, margin = (6, 8, 4), torch.optim.SGD, 0.5
 
     def loss(self, z, y):
         distance = torch.cdist(z, z + 1e-3)
@@ -276,23 +232,14 @@ class HardTriplets(Lit):
         return F.relu(hardest_positive - hardest_negative + self.margin).mean()
 
 
-@remedy()
-class HardTripletsOverBatch(HardTriplets):
-    def step(self, batch):
-        return evener.over_batch(self.loss)(self.net(batch[0]), batch[1])
-
-
 @case(both(lambda n, s: Rows(normal(n, 6, seed=s), normal(n, 6, seed=s + 1), normal(n, 6, seed=s + 2))))
-class GivenTriplets(Lit):
+class GivenTriplets(Net):
     """Anchor, positive and negative from the dataset."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.criterion = mlp(6, 8, 4), nn.TripletMarginLoss(margin=1.0)
+    sizes, optimizer = (6, 8, 4), torch.optim.SGD
 
     def step(self, batch):
-        anchor, positive, negative = batch
-        return self.criterion(self.net(anchor), self.net(positive), self.net(negative))
+        return nn.TripletMarginLoss(margin=1.0)(*map(self.net, batch))
 
 
 @case(two_views())

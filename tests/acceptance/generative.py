@@ -4,24 +4,17 @@ import math
 
 import torch
 import torch.nn.functional as F
-from pytorch_lightning import LightningModule
 from torch import nn
 
-import evener
-
-from .case import Lit, Rows, both, case, mlp, normal, remedy, uniform
+from .case import ByHand, Lit, Rows, both, case, mlp, normal, remedy, uniform
 
 pictures = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s) * 2 - 1))
 points = both(lambda n, s: Rows(normal(n, 6, seed=s)))
 pairs = both(lambda n, s: Rows(normal(n, 6, seed=s), normal(n, 6, seed=s + 1)))
 
 
-class Adversarial(LightningModule):
-    """What GANs share: two optimizers by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Adversarial(ByHand):
+    """What GANs share: an optimizer for each of two networks."""
 
     def configure_optimizers(self):
         opt_g = torch.optim.Adam(self.generator.parameters(), lr=1e-2, betas=(0.5, 0.999))
@@ -42,17 +35,17 @@ class DCGAN(Adversarial):
         )  # fmt: skip
         self.discriminator = nn.Sequential(nn.Conv2d(1, 4, 4, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(64, 1))
 
-    def adversarial_loss(self, y_hat, y):
-        return F.binary_cross_entropy_with_logits(y_hat, y)
+    def adversarial_loss(self, imgs, y):
+        y_hat = self.discriminator(imgs)
+        return F.binary_cross_entropy_with_logits(y_hat, torch.full_like(y_hat, y))
 
     def training_step(self, batch, batch_idx):
         [imgs] = batch
         optimizer_g, optimizer_d = self.optimizers()
         z = torch.randn(imgs.shape[0], self.latent_dim, 1, 1, device=self.device)
-        real, fake = torch.ones(imgs.size(0), 1), torch.zeros(imgs.size(0), 1)
 
         self.toggle_optimizer(optimizer_g)
-        g_loss = self.adversarial_loss(self.discriminator(self.generator(z)), real.type_as(imgs))
+        g_loss = self.adversarial_loss(self.generator(z), 1.0)
         self.log("train_g_loss", g_loss, prog_bar=True)
         self.manual_backward(g_loss)
         optimizer_g.step()
@@ -60,9 +53,8 @@ class DCGAN(Adversarial):
         self.untoggle_optimizer(optimizer_g)
 
         self.toggle_optimizer(optimizer_d)
-        real_loss = self.adversarial_loss(self.discriminator(imgs), real.type_as(imgs))
-        fake_loss = self.adversarial_loss(self.discriminator(self.generator(z).detach()), fake.type_as(imgs))
-        d_loss = (real_loss + fake_loss) / 2
+        fake_loss = self.adversarial_loss(self.generator(z).detach(), 0.0)
+        d_loss = (self.adversarial_loss(imgs, 1.0) + fake_loss) / 2
         self.log("train_d_loss", d_loss, prog_bar=True)
         self.manual_backward(d_loss)
         optimizer_d.step()
@@ -77,18 +69,18 @@ class DCGAN(Adversarial):
 class WGANGP(Adversarial):
     """Several critic steps, each with a gradient penalty at random points; one of the generator."""
 
-    def __init__(self, n_critic: int = 2, lambda_gp: float = 10.0) -> None:
+    n_critic, lambda_gp = 2, 10.0
+
+    def __init__(self) -> None:
         super().__init__()
-        self.n_critic, self.lambda_gp = n_critic, lambda_gp
         self.generator, self.discriminator = mlp(3, 8, 6), mlp(6, 8, 1)
 
     def gradient_penalty(self, real, fake):
         alpha = torch.rand(real.size(0), 1, device=self.device)
         mixed = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
         out = self.discriminator(mixed)
-        [grad] = torch.autograd.grad(
-            out, mixed, grad_outputs=torch.ones_like(out), create_graph=True, retain_graph=True
-        )
+        ones = torch.ones_like(out)
+        [grad] = torch.autograd.grad(out, mixed, grad_outputs=ones, create_graph=True, retain_graph=True)
         return ((grad.norm(2, dim=1) - 1) ** 2).mean()
 
     def training_step(self, batch, batch_idx):
@@ -98,13 +90,9 @@ class WGANGP(Adversarial):
             fake = self.generator(torch.randn(real.size(0), 3, device=self.device)).detach()
             d_loss = self.discriminator(fake).mean() - self.discriminator(real).mean()
             d_loss = d_loss + self.lambda_gp * self.gradient_penalty(real, fake)
-            opt_d.zero_grad()
-            self.manual_backward(d_loss)
-            opt_d.step()
+            self.update(opt_d, d_loss)
         g_loss = -self.discriminator(self.generator(torch.randn(real.size(0), 3, device=self.device))).mean()
-        opt_g.zero_grad()
-        self.manual_backward(g_loss)
-        opt_g.step()
+        self.update(opt_g, g_loss)
         self.log_dict({"train_d_loss": d_loss, "train_g_loss": g_loss}, prog_bar=True)
 
     def validation_step(self, batch, batch_idx):
@@ -125,15 +113,11 @@ class Pix2Pix(Adversarial):
         fake = self.generator(source)
         score = self.discriminator(torch.cat([source, fake], 1))
         g_loss = F.mse_loss(score, torch.ones_like(score)) + 10 * F.l1_loss(fake, target)
-        opt_g.zero_grad()
-        self.manual_backward(g_loss)
-        opt_g.step()
+        self.update(opt_g, g_loss)
         real = self.discriminator(torch.cat([source, target], 1))
         made = self.discriminator(torch.cat([source, fake.detach()], 1))
         d_loss = 0.5 * (F.mse_loss(real, torch.ones_like(real)) + F.mse_loss(made, torch.zeros_like(made)))
-        opt_d.zero_grad()
-        self.manual_backward(d_loss)
-        opt_d.step()
+        self.update(opt_d, d_loss)
         self.log("train_g_loss", g_loss)
         self.log("train_d_loss", d_loss)
 
@@ -197,38 +181,35 @@ class Diffusion(Lit):
         return F.mse_loss(self.net(torch.cat([noisy, t.unsqueeze(1) / self.num_steps], 1)), noise)
 
 
-class Quantizer(nn.Module):
-    def __init__(self, num: int = 6, dim: int = 3, beta: float = 0.25) -> None:
-        super().__init__()
-        self.codebook, self.beta = nn.Embedding(num, dim), beta
-
-    def forward(self, z):
-        index = torch.cdist(z, self.codebook.weight).argmin(-1)
-        q = self.codebook(index)
-        loss = F.mse_loss(q, z.detach()) + self.beta * F.mse_loss(z, q.detach())
-        return z + (q - z).detach(), loss, index
-
-
-@case(points)
-class VQVAE(Lit):
-    """A codebook that learns by gradients, straight through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.quantizer = mlp(6, 8, 3), mlp(3, 8, 6), Quantizer()
-
-    def step(self, batch):
-        z, vq_loss, _ = self.quantizer(self.encoder(batch[0]))
-        return F.mse_loss(self.decoder(z), batch[0]) + vq_loss
-
-
-@case(points, "remedy")
-class VQVAEMovingAverage(Lit):
-    """A codebook that follows the batch's codes as a moving average: buffers written in the step."""
+class Coder(Lit):
+    """Codes of points; what an encoder gives is replaced by the nearest code, straight through."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = mlp(6, 8, 3), mlp(3, 8, 6)
+
+
+@case(points)
+class VQVAE(Coder):
+    """A codebook that learns by gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Embedding(6, 3)
+
+    def step(self, batch):
+        z = self.encoder(batch[0])
+        q = self.codebook(torch.cdist(z, self.codebook.weight).argmin(-1))
+        vq_loss = F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
+        return F.mse_loss(self.decoder(z + (q - z).detach()), batch[0]) + vq_loss
+
+
+@case(points, "remedy")
+class VQVAEMovingAverage(Coder):
+    """A codebook that follows the batch's codes as a moving average: buffers written in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("embed", torch.randn(6, 3))
         self.register_buffer("cluster_size", torch.ones(6))
         self.register_buffer("embed_avg", self.embed.clone())
@@ -260,19 +241,17 @@ class VQVAEAfterBatch(VQVAEMovingAverage):
         super().follow(self.all_gather(z).reshape(-1, z.shape[-1]))
 
 
-@case(points, "remedy")
+@case(points, "remedy", over_batch="generator_loss")
 class VQGAN(Adversarial):
     """The adversarial term is weighted by a ratio of gradients of the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator, self.discriminator = (
-            nn.ModuleDict({"body": mlp(6, 8, 4), "last": nn.Linear(4, 6)}),
-            mlp(6, 8, 1),
-        )
+        self.generator = nn.ModuleDict({"body": mlp(6, 8, 4), "last": nn.Linear(4, 6)})
+        self.discriminator = mlp(6, 8, 1)
 
-    def reconstruct(self, x):
-        return self.generator["last"](torch.tanh(self.generator["body"](x)))
+    def hidden(self, x):
+        return torch.tanh(self.generator["body"](x))
 
     def generator_loss(self, hidden, x):
         recon = self.generator["last"](hidden)
@@ -288,25 +267,15 @@ class VQGAN(Adversarial):
     def training_step(self, batch, batch_idx):
         [x] = batch
         opt_ae, opt_disc = self.optimizers()
-        hidden = torch.tanh(self.generator["body"](x))
+        hidden = self.hidden(x)
         loss, recon = self.generator_loss(hidden, x), self.generator["last"](hidden)
-        opt_ae.zero_grad()
-        self.manual_backward(loss)
-        opt_ae.step()
+        self.update(opt_ae, loss)
         d_loss = F.relu(1 - self.discriminator(x)).mean() + F.relu(1 + self.discriminator(recon.detach())).mean()
-        opt_disc.zero_grad()
-        self.manual_backward(0.5 * d_loss)
-        opt_disc.step()
+        self.update(opt_disc, 0.5 * d_loss)
         self.log_dict({"train_ae": loss, "train_disc": d_loss})
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_rec", (batch[0] - self.reconstruct(batch[0])).abs().mean())
-
-
-@remedy()
-class VQGANOverBatch(VQGAN):
-    def generator_loss(self, hidden, x):
-        return evener.over_batch(super().generator_loss)(hidden, x)
+        self.log("val_rec", (batch[0] - self.generator["last"](self.hidden(batch[0]))).abs().mean())
 
 
 @case(points)

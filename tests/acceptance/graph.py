@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .case import Lit, Net, Rows, both, case, ints, normal, remedy
+from .case import Lit, Net, Rows, both, case, ints, normal
 
 
 class Data:
@@ -66,16 +66,27 @@ class GraphConv(nn.Module):
         return F.relu(self.own(x) + self.neighbours(summed))
 
 
+class GraphNet(Lit):
+    """A convolution, and classes of its nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = GraphConv(4, 8), nn.Linear(8, 3)
+
+    def forward(self, data):
+        return self.lin(self.conv(data.x, data.edge_index))
+
+
 @case(graphs(of_nodes=False))
-class GraphClassifier(Lit):
+class GraphClassifier(GraphNet):
     """Nodes are averaged over their graph."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.lin = GraphConv(4, 8), GraphConv(8, 8), nn.Linear(8, 3)
+        self.conv2 = GraphConv(8, 8)
 
     def forward(self, data):
-        x = self.conv2(self.conv1(data.x, data.edge_index), data.edge_index)
+        x = self.conv2(self.conv(data.x, data.edge_index), data.edge_index)
         pooled = x.new_zeros(data.num_graphs, x.size(1)).index_add(0, data.batch, x)
         counts = torch.bincount(data.batch, minlength=data.num_graphs).unsqueeze(1)
         return self.lin(pooled / counts)
@@ -92,29 +103,19 @@ class GraphClassifier(Lit):
 
 
 @case(graphs(of_nodes=True))
-class NodeClassifier(Lit):
+class NodeClassifier(GraphNet):
     """Each graph has as many targets as nodes, so that the mean is over nodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.lin = GraphConv(4, 8), nn.Linear(8, 3)
-
-    def loss(self, data):
-        return F.cross_entropy(self.lin(self.conv(data.x, data.edge_index)), data.y)
-
-    def training_step(self, data, batch_idx):
-        loss = self.loss(data)
-        self.log("train_loss", loss, batch_size=data.x.size(0))
+    def step(self, data, mode):
+        loss = F.cross_entropy(self(data), data.y)
+        self.log(f"{mode}_loss", loss, batch_size=data.x.size(0))
         return loss
 
+    def training_step(self, data, batch_idx):
+        return self.step(data, "train")
+
     def validation_step(self, data, batch_idx):
-        self.log("val_loss", self.loss(data), batch_size=data.x.size(0))
-
-
-def molecules(n, s):
-    nums = ints(6, n, seed=s, low=2)
-    mask = (torch.arange(5)[None] < nums[:, None]).double()
-    return Rows(normal(n, 5, 3, seed=s), mask, normal(n, seed=s + 1))
+        self.step(data, "val")
 
 
 @case(both(lambda n, s: Rows(normal(n, 4, 3, seed=s), normal(n, seed=s + 1), normal(n, 4, 3, seed=s + 2))))
@@ -122,11 +123,6 @@ class ForceField(Net):
     """Forces are the energy's gradient by the positions, which training differentiates again."""
 
     sizes = (12, 16, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.step(batch)
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
-        return loss
 
     def validation_step(self, batch, batch_idx):
         with torch.enable_grad():
@@ -141,62 +137,19 @@ class ForceField(Net):
         return F.mse_loss(predicted, energy) + 0.5 * F.mse_loss(-gradient, forces)
 
 
-class WholeGraph(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        x, edges = normal(12, 4), ints(12, 2, 30)
-        self.data = Data(x=x, edge_index=edges, y=ints(3, 12), train=torch.arange(12) < 7, val=torch.arange(12) >= 7)
-
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, i):
-        return self.data
-
-
 def one_graph():
-    loaders = [DataLoader(WholeGraph(), batch_size=1, collate_fn=lambda b: b[0]) for _ in range(2)]
-    return loaders[0], loaders[1]
+    x, edges = normal(12, 4), ints(12, 2, 30)
+    data = Data(x=x, edge_index=edges, y=ints(3, 12), train=torch.arange(12) < 7, val=torch.arange(12) >= 7)
+    return tuple(DataLoader([data], batch_size=1, collate_fn=lambda b: b[0]) for _ in range(2))
 
 
 @case(one_graph, "remedy", max_epochs=3)
-class Transductive(Lit):
+class Transductive(NodeClassifier):
     """One graph is the only batch, with masks of training and validation nodes: nothing can be cut."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.lin = GraphConv(4, 8), nn.Linear(8, 3)
-
     def step(self, data, mode):
-        out, mask = self.lin(self.conv(data.x, data.edge_index)), getattr(data, mode)
+        out, mask = self(data), getattr(data, mode)
         self.log(f"{mode}_acc", (out.argmax(1)[mask] == data.y[mask]).double().mean(), batch_size=1)
         loss = F.cross_entropy(out[mask], data.y[mask])
         self.log(f"{mode}_loss", loss, batch_size=1)
         return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.step(batch, "train")
-
-    def validation_step(self, batch, batch_idx):
-        self.step(batch, "val")
-
-
-class WholeSample(Data):
-    """A batch of one sample, which says so."""
-
-    def __len__(self):
-        return 1
-
-    def split(self, sizes):
-        return [self] * len(sizes)
-
-
-def one_sample():
-    loaders = one_graph()
-    for loader in loaders:
-        loader.collate_fn = lambda b: WholeSample(**vars(b[0]))
-    return loaders
-
-
-@remedy(one_sample)
-class TransductiveSample(Transductive):
-    pass

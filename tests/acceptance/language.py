@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from .case import Lit, Rows, both, case, ints, mlp, ragged, remedy, sentences
+from .case import Lit, Rows, both, case, ints, mlp, ragged, sentences
 
 VOCAB, DIM = 11, 8
 
@@ -64,23 +63,17 @@ class GPT(nn.Module):
 
 
 @case(both(lambda n, s: Rows(ints(VOCAB, n, 9, seed=s), make=lambda t: (t[:-1], t[1:]))), gradient_clip_val=1.0)
-class CharGPT(LightningModule):
+class CharGPT(Lit):
     """Blocks of characters without padding; weights that decay and those that don't; warm-up by step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = GPT()
 
-    def training_step(self, batch, batch_idx):
+    def step(self, batch):
         x, y = batch
         logits = self.model(x)
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self.model(x).transpose(1, 2), y))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
 
     def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.dim() >= 2]
@@ -111,11 +104,8 @@ class MaskedSumLM(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.lstm, self.out = (
-            nn.Embedding(VOCAB, DIM),
-            nn.LSTM(DIM, DIM, batch_first=True),
-            nn.Linear(DIM, VOCAB),
-        )
+        self.embed, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.lstm = nn.LSTM(DIM, DIM, batch_first=True)
 
     def step(self, tokens):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -153,7 +143,7 @@ def instructed(n, s):
 
 
 @case(both(instructed, collate_fn=padded_with_labels))
-class FineTunedLM(LightningModule):
+class FineTunedLM(Lit):
     """Instruction tuning of a pretrained causal model."""
 
     def __init__(self) -> None:
@@ -163,13 +153,8 @@ class FineTunedLM(LightningModule):
     def forward(self, **inputs):
         return self.model(**inputs)
 
-    def training_step(self, batch, batch_idx):
-        outputs = self(**batch)
-        self.log("train_loss", outputs.loss, on_step=True, on_epoch=True, prog_bar=True)
-        return outputs.loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self(**batch).loss, on_epoch=True)
+    def step(self, batch):
+        return self(**batch).loss
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3, eps=1e-8)
@@ -244,26 +229,8 @@ class BagOfWords(Lit):
         self.embedding, self.fc = nn.EmbeddingBag(VOCAB, DIM), nn.Linear(DIM, 3)
 
     def step(self, batch):
-        label, text, starts = batch
-        return F.cross_entropy(self.fc(self.embedding(text, starts)), label)
-
-
-def labelled(batch):
-    labels, tokens = zip(*batch, strict=True)
-    return torch.stack(labels), padded(tokens)
-
-
-@remedy(both(lambda n, s: Rows(ints(3, n, seed=s), sentences()(n, s)), collate_fn=labelled))
-class BagOfWordsInRows(BagOfWords):
-    """Every value of the batch has one row per sample; the bag leaves out the padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(VOCAB, DIM, padding_idx=0)
-
-    def step(self, batch):
-        label, text = batch
-        return F.cross_entropy(self.fc(self.embedding(text)), label)
+        label, *text = batch
+        return F.cross_entropy(self.fc(self.embedding(*text)), label)
 
 
 def tagged(n, s):
@@ -286,18 +253,12 @@ class Tagger(Lit):
         hidden, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=batch["input_ids"].size(1))
         return self.fc(hidden)
 
-    def training_step(self, batch, batch_idx):
-        logits = self(batch)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
+    def step(self, batch):
         logits, labels = self(batch), batch["labels"]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        known = labels != -100
-        self.validation_step_outputs.append({"right": (logits.argmax(-1)[known] == labels[known]).float()})
-        self.log("val_loss", loss)
+        if not self.training:
+            known = labels != -100
+            self.validation_step_outputs.append({"right": (logits.argmax(-1)[known] == labels[known]).float()})
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
     def on_validation_epoch_end(self):
         right = torch.cat([out["right"] for out in self.validation_step_outputs])
@@ -311,9 +272,7 @@ class DirectPreference(Lit):
 
     def __init__(self, beta: float = 0.5) -> None:
         super().__init__()
-        self.beta, self.policy, self.reference = beta, GPT(), GPT()
-        for p in self.reference.parameters():
-            p.requires_grad = False
+        self.beta, self.policy, self.reference = beta, GPT(), GPT().requires_grad_(False)
 
     def log_probs(self, model, tokens):
         logp = model(tokens[:, :-1]).log_softmax(-1)
@@ -337,14 +296,9 @@ class PerplexityLM(Lit):
         super().__init__()
         self.model = GPT()
 
-    def shared_step(self, tokens):
+    def step(self, tokens):
         return F.cross_entropy(self.model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], ignore_index=0)
 
-    def training_step(self, batch, batch_idx):
-        loss = self.shared_step(batch)
-        self.log("train_loss", loss)
-        return loss
-
     def validation_step(self, batch, batch_idx):
-        loss = self.shared_step(batch)
+        loss = self.step(batch)
         self.log_dict({"val_loss": loss, "val_ppl": torch.exp(loss)})

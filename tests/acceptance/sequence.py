@@ -3,17 +3,16 @@
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from pytorch_lightning import LightningModule
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
-from .case import Lit, Rows, both, case, ints, mlp, normal, ragged, remedy
+from .case import Lit, Rows, both, case, ints, mlp, normal, ragged
 
 series = both(lambda n, s: Rows(normal(n, 10, 2, seed=s), normal(n, 3, seed=s + 1)))
 
 
 @case(series)
-class Forecaster(LightningModule):
+class Forecaster(Lit):
     """An LSTM whose first state is made for the batch; MAE by torchmetrics' functional."""
 
     def __init__(self, hidden: int = 8) -> None:
@@ -22,22 +21,15 @@ class Forecaster(LightningModule):
         self.lstm, self.linear = nn.LSTM(2, hidden, num_layers=2, batch_first=True), nn.Linear(hidden, 3)
 
     def forward(self, x):
-        h0 = torch.zeros(2, x.size(0), self.hidden, device=x.device).requires_grad_()
-        c0 = torch.zeros(2, x.size(0), self.hidden, device=x.device).requires_grad_()
+        h0, c0 = (torch.zeros(2, x.size(0), self.hidden, device=x.device).requires_grad_() for _ in range(2))
         out, _ = self.lstm(x, (h0.detach(), c0.detach()))
         return self.linear(out[:, -1, :])
 
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = nn.MSELoss()(self(x), y)
-        self.log("train_loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        y_hat = self(x)
-        self.log("val_loss", F.mse_loss(y_hat, y))
-        self.log("val_mae", torchmetrics.functional.mean_absolute_error(y_hat, y))
+    def step(self, batch):
+        y_hat = self(batch[0])
+        if not self.training:
+            self.log("val_mae", torchmetrics.functional.mean_absolute_error(y_hat, batch[1]))
+        return nn.MSELoss()(y_hat, batch[1])
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -89,30 +81,19 @@ class SpeechCTC(Lit):
         return self.criterion(output, labels, input_lengths, label_lengths)
 
 
-def speech_of_one_length(batch):
-    spectrograms, *rest = speech(batch)
-    return F.pad(spectrograms, (0, 0, 0, 14 - spectrograms.shape[1])), *rest
-
-
-@remedy(both(spoken, collate_fn=speech_of_one_length))
-class PaddedSpeech(SpeechCTC):
-    """Padded to a fixed length."""
-
-
 @case(series)
 class Quantiles(Lit):
     """The pinball loss of three quantiles."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.quantiles = [0.1, 0.5, 0.9]
         self.net = nn.Sequential(nn.Flatten(), mlp(20, 16, 9))
 
     def step(self, batch):
         x, y = batch
         preds = self.net(x).view(-1, 3, 3)
         losses = []
-        for i, q in enumerate(self.quantiles):
+        for i, q in enumerate([0.1, 0.5, 0.9]):
             errors = y - preds[..., i]
             losses.append(torch.max((q - 1) * errors, q * errors).unsqueeze(-1))
         return torch.mean(torch.sum(torch.cat(losses, dim=-1), dim=-1))
@@ -136,17 +117,11 @@ class TimeFirst(Lit):
         return F.cross_entropy(self.fc(self.rnn(x)[0][-1]), y)
 
 
-@remedy(both(lambda n, s: Rows(normal(n, 10, 2, seed=s), ints(3, n, seed=s))))
-class SamplesFirst(TimeFirst):
-    """Batches have samples first, which the step turns."""
-
-    def step(self, batch):
-        return super().step((batch[0].transpose(0, 1), batch[1]))
-
-
 @case(both(lambda n, s: Rows(normal(n, 8, 2, seed=s), ints(2, n, seed=s))))
-class Anomalies(LightningModule):
+class Anomalies(Lit):
     """An autoencoder; the threshold of the epoch's errors comes from two lists."""
+
+    optimizer = torch.optim.RMSprop
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +131,8 @@ class Anomalies(LightningModule):
         _, h = self.encoder(x)
         return (self.decoder(h[-1].unsqueeze(1).expand(-1, x.size(1), -1))[0] - x).pow(2).mean((1, 2))
 
-    def training_step(self, batch, batch_idx):
-        loss = self.errors(batch[0]).mean()
-        self.log("train_loss", loss)
-        return loss
+    def step(self, batch):
+        return self.errors(batch[0]).mean()
 
     def on_validation_epoch_start(self):
         self.scores, self.labels = [], []
@@ -174,6 +147,3 @@ class Anomalies(LightningModule):
         found = scores > scores.quantile(0.6)
         self.log("val_threshold", scores.quantile(0.6))
         self.log("val_precision", (labels[found] == 1).double().mean())
-
-    def configure_optimizers(self):
-        return torch.optim.RMSprop(self.parameters(), lr=1e-2)

@@ -3,39 +3,34 @@
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from pytorch_lightning import LightningModule
 from torch import nn
 
-import evener
-
-from .case import Lit, Net, Rows, both, case, ints, mlp, normal, regression, remedy, uniform
+from .case import Lit, Net, Rows, both, case, ints, mlp, normal, regression, uniform
 
 
 @case(regression())
-class Housing(Lit):
+class Housing(Net):
     """A regression with several metrics of torchmetrics."""
+
+    sizes = (6, 8, 1)
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = mlp(6, 8, 1)
-        self.train_mse, self.val_mae, self.val_r2 = (
-            torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError(), torchmetrics.R2Score(),
-        )  # fmt: skip
+        self.train_mse = torchmetrics.MeanSquaredError()
+        self.val_mae, self.val_r2 = torchmetrics.MeanAbsoluteError(), torchmetrics.R2Score()
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        preds = self.net(x).flatten()
-        loss = F.mse_loss(preds, y.flatten())
-        self.train_mse(preds, y.flatten())
+        preds, y = self(batch[0]).flatten(), batch[1].flatten()
+        loss = F.mse_loss(preds, y)
+        self.train_mse(preds, y)
         self.log("train/loss", loss, on_step=False, on_epoch=True)
         self.log("train/mse", self.train_mse, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        x, y = batch
-        preds = self.net(x).flatten()
-        self.val_mae.update(preds, y.flatten())
-        self.val_r2.update(preds, y.flatten())
+        preds, y = self(batch[0]).flatten(), batch[1].flatten()
+        self.val_mae.update(preds, y)
+        self.val_r2.update(preds, y)
         self.log("val/mae", self.val_mae)
         self.log("val/r2", self.val_r2)
 
@@ -50,16 +45,12 @@ def gaps(n, s):
 class MissingTargets(Net):
     """Several properties, of which each sample has some."""
 
-    def step(self, batch):
-        x, y = batch
+    def loss(self, preds, y):
         mask = ~torch.isnan(y)
-        return F.mse_loss(self.net(x)[mask], y[mask])
+        return F.mse_loss(preds[mask], y[mask])
 
 
-two_tasks = both(lambda n, s: Rows(normal(n, 6, seed=s), ints(3, n, seed=s), normal(n, 1, seed=s + 1)))
-
-
-@case(two_tasks)
+@case(both(lambda n, s: Rows(normal(n, 6, seed=s), ints(3, n, seed=s), normal(n, 1, seed=s + 1))))
 class UncertaintyWeighting(Lit):
     """Two tasks, weighted by learned variances."""
 
@@ -75,17 +66,22 @@ class UncertaintyWeighting(Lit):
         return (torch.exp(-self.log_vars) * losses + self.log_vars).sum()
 
 
-ratings = both(lambda n, s: Rows(ints(9, n, seed=s), ints(7, n, seed=s + 1), 5 * uniform(n, seed=s + 2)))
+class Factors(Lit):
+    """Embeddings of users and items."""
+
+    reg = 1e-2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(9, 4), nn.Embedding(7, 4)
 
 
-@case(ratings)
-class MatrixFactorization(Lit):
+@case(both(lambda n, s: Rows(ints(9, n, seed=s), ints(7, n, seed=s + 1), 5 * uniform(n, seed=s + 2))))
+class MatrixFactorization(Factors):
     """Ratings with biases, and a penalty on all weights."""
 
-    def __init__(self, reg: float = 1e-2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.reg = reg
-        self.users, self.items = nn.Embedding(9, 4), nn.Embedding(7, 4)
         self.user_bias, self.item_bias = nn.Embedding(9, 1), nn.Embedding(7, 1)
 
     def step(self, batch):
@@ -97,22 +93,18 @@ class MatrixFactorization(Lit):
 
 
 @case(both(lambda n, s: Rows(ints(9, n, seed=s), ints(7, n, seed=s + 1), ints(7, n, seed=s + 2))))
-class BPR(Lit):
+class BPR(Factors):
     """Bayesian personalised ranking; the batch's embeddings are regularised by their number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(9, 4), nn.Embedding(7, 4)
 
     def step(self, batch):
         user, positive, negative = batch
         u, i, j = self.users(user), self.items(positive), self.items(negative)
         loss = -F.logsigmoid((u * i).sum(1) - (u * j).sum(1)).mean()
         reg = (u.norm(2).pow(2) + i.norm(2).pow(2) + j.norm(2).pow(2)) / 2 / len(user)
-        return loss + 1e-2 * reg
+        return loss + self.reg * reg
 
 
-@case(both(lambda n, s: Rows(normal(n, 6, seed=s), uniform(n, seed=s + 1), ints(2, n, seed=s + 2))), "remedy")
+@case(both(lambda n, s: Rows(normal(n, 6, seed=s), uniform(n, seed=s + 1), ints(2, n, seed=s + 2))), "remedy", "loss")
 class Cox(Net):
     """Cox' partial likelihood: everybody at risk in the batch."""
 
@@ -128,14 +120,8 @@ class Cox(Net):
         return -((risk - torch.logcumsumexp(risk, 0)) * event).sum() / (event.sum() + 1e-8)
 
 
-@remedy()
-class CoxOverBatch(Cox):
-    def loss(self, risk, time, event):
-        return evener.over_batch(super().loss)(risk, time, event)
-
-
 @case(both(lambda n, s: Rows(normal(n, 4, seed=s), ints(5, n, 3, seed=s + 1), ints(2, n, seed=s + 2).double())))
-class WideAndDeep(LightningModule):
+class WideAndDeep(Lit):
     """Embeddings of categories beside numbers; AUC over the epoch from lists of predictions and targets."""
 
     def __init__(self) -> None:
@@ -144,22 +130,21 @@ class WideAndDeep(LightningModule):
         self.deep, self.wide, self.criterion = mlp(10, 8, 1, act=nn.ReLU), nn.Linear(4, 1), nn.BCEWithLogitsLoss()
         self.preds, self.targets = [], []
 
-    def forward(self, numbers, categories):
+    def forward(self, numbers, categories, y):
         embedded = [e(categories[:, i]) for i, e in enumerate(self.embeddings)]
-        return (self.deep(torch.cat([numbers, *embedded], 1)) + self.wide(numbers)).squeeze(1)
+        logits = (self.deep(torch.cat([numbers, *embedded], 1)) + self.wide(numbers)).squeeze(1)
+        return self.criterion(logits, y), logits
 
     def training_step(self, batch, batch_idx):
-        numbers, categories, y = batch
-        loss = self.criterion(self(numbers, categories), y)
+        loss, _ = self(*batch)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        numbers, categories, y = batch
-        logits = self(numbers, categories)
+        loss, logits = self(*batch)
         self.preds.append(logits.sigmoid().detach().cpu())
-        self.targets.append(y.cpu())
-        self.log("val_loss", self.criterion(logits, y), on_epoch=True)
+        self.targets.append(batch[2].cpu())
+        self.log("val_loss", loss, on_epoch=True)
 
     def on_validation_epoch_end(self):
         preds, targets = torch.cat(self.preds), torch.cat(self.targets)
@@ -167,36 +152,26 @@ class WideAndDeep(LightningModule):
         self.preds.clear()
         self.targets.clear()
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2, weight_decay=1e-5)
 
-
-@case(regression(), "remedy")
+@case(regression(), "remedy", over_batch="loss")
 class RootMeanSquare(Net):
     """The root of the batch's mean squared error."""
 
     sizes = (6, 8, 1)
 
-    def step(self, batch):
-        return self.loss(self.net(batch[0]), batch[1])
-
     def loss(self, preds, y):
         return torch.sqrt(F.mse_loss(preds, y) + 1e-6)
 
 
-@remedy()
-class RootMeanSquareOverBatch(RootMeanSquare):
-    def loss(self, preds, y):
-        return evener.over_batch(super().loss)(preds, y)
-
-
-@case(both(lambda n, s: Rows(normal(n, 6, seed=s))), "remedy")
+@case(both(lambda n, s: Rows(normal(n, 6, seed=s))), "remedy", over_batch="sparsity")
 class SparseAutoencoder(Lit):
     """The mean activation of each unit over the batch is held near a target."""
 
-    def __init__(self, rho: float = 0.1) -> None:
+    rho = 0.1
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rho, self.encoder, self.decoder = rho, nn.Linear(6, 8), nn.Linear(8, 6)
+        self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(8, 6)
 
     def step(self, batch):
         [x] = batch
@@ -207,12 +182,6 @@ class SparseAutoencoder(Lit):
         mean = h.mean(0)
         kl = self.rho * torch.log(self.rho / mean) + (1 - self.rho) * torch.log((1 - self.rho) / (1 - mean))
         return kl.sum()
-
-
-@remedy()
-class SparseAutoencoderOverBatch(SparseAutoencoder):
-    def sparsity(self, h):
-        return evener.over_batch(super().sparsity)(h)
 
 
 @case(regression())
@@ -231,17 +200,10 @@ class ElasticNet(Lit):
 
 
 @case(regression())
-class SumOfErrors(Lit):
+class SumOfErrors(Net):
     """A sum over samples, by a constant: larger batches make larger steps."""
 
-    lr = 1e-3
+    sizes, optimizer, lr = (6, 8, 1), torch.optim.SGD, 0.1
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.criterion = mlp(6, 8, 1), nn.MSELoss(reduction="sum")
-
-    def step(self, batch):
-        return self.criterion(self.net(batch[0]), batch[1]) / 100
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def loss(self, preds, y):
+        return F.mse_loss(preds, y, reduction="sum") / 100

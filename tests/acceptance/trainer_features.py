@@ -72,9 +72,8 @@ class Collections(Net):
     def __init__(self) -> None:
         super().__init__()
         args = {"task": "multiclass", "num_classes": 3}
-        metrics = torchmetrics.MetricCollection(
-            {"acc": torchmetrics.Accuracy(**args), "auc": torchmetrics.AUROC(**args)}
-        )
+        members = {"acc": torchmetrics.Accuracy(**args), "auc": torchmetrics.AUROC(**args)}
+        metrics = torchmetrics.MetricCollection(members)
         self.train_metrics, self.valid_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
 
     def training_step(self, batch, batch_idx):
@@ -104,28 +103,23 @@ class BestMetric(Net):
         self.val_acc_best = torchmetrics.MaxMetric()
 
     def on_train_start(self):
-        self.val_loss.reset()
-        self.val_acc.reset()
-        self.val_acc_best.reset()
+        for metric in (self.val_loss, self.val_acc, self.val_acc_best):
+            metric.reset()
 
-    def model_step(self, batch):
+    def model_step(self, batch, stage, mean_loss, accuracy):
         logits = self(batch[0])
-        return F.cross_entropy(logits, batch[1]), logits.argmax(1), batch[1]
-
-    def training_step(self, batch, batch_idx):
-        loss, preds, targets = self.model_step(batch)
-        self.train_loss(loss)
-        self.train_acc(preds, targets)
-        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("train/acc", self.train_acc, on_step=False, on_epoch=True, prog_bar=True)
+        loss = F.cross_entropy(logits, batch[1])
+        mean_loss(loss)
+        accuracy(logits.argmax(1), batch[1])
+        self.log(f"{stage}/loss", mean_loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
+    def training_step(self, batch, batch_idx):
+        return self.model_step(batch, "train", self.train_loss, self.train_acc)
+
     def validation_step(self, batch, batch_idx):
-        loss, preds, targets = self.model_step(batch)
-        self.val_loss(loss)
-        self.val_acc(preds, targets)
-        self.log("val/loss", self.val_loss, on_step=False, on_epoch=True, prog_bar=True)
-        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True, prog_bar=True)
+        self.model_step(batch, "val", self.val_loss, self.val_acc)
 
     def on_validation_epoch_end(self):
         self.val_acc_best(self.val_acc.compute())
@@ -156,10 +150,9 @@ class SeveralLoaders(Net):
 
 def combined(mode, labelled=21, unlabelled=21, drop_last=False):
     def make():
-        first = DataLoader(
-            Rows(normal(labelled, 6), ints(3, labelled)), batch_size=8, shuffle=True, drop_last=drop_last
-        )
-        second = DataLoader(Rows(normal(unlabelled, 6, seed=4)), batch_size=8, shuffle=True, drop_last=drop_last)
+        options = {"batch_size": 8, "shuffle": True, "drop_last": drop_last}
+        first = DataLoader(Rows(normal(labelled, 6), ints(3, labelled)), **options)
+        second = DataLoader(Rows(normal(unlabelled, 6, seed=4)), **options)
         return CombinedLoader({"labelled": first, "unlabelled": second}, mode), vectors()()[1]
 
     return make
@@ -255,8 +248,8 @@ class Accumulated(Net):
 class AccumulatedIgnoring(Net):
     """Accumulation of means over the labelled samples of each batch."""
 
-    def step(self, batch):
-        return F.cross_entropy(self(batch[0]), batch[1], ignore_index=-1)
+    def loss(self, out, y):
+        return F.cross_entropy(out, y, ignore_index=-1)
 
 
 @case(vectors(), callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=10.0)], max_epochs=5)
@@ -328,9 +321,6 @@ class StepEnd(Net):
         loss = F.binary_cross_entropy_with_logits(z @ z.T, same)
         self.log("train_loss", loss)
         return loss
-
-    def step(self, batch):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 @case(vectors())
@@ -440,12 +430,12 @@ class InputGradientPenalty(Net):
         out = self.net(x)
         [gradient] = torch.autograd.grad(out.sum(), x, create_graph=True)
         penalty = ((gradient.norm(2, dim=1) - 1) ** 2).mean()
-        loss = F.mse_loss(out, y) + 0.1 * penalty
+        loss = self.loss(out, y) + 0.1 * penalty
         self.log_dict({"train_loss": loss, "train_penalty": penalty})
         return loss
 
-    def step(self, batch):
-        return F.mse_loss(self.net(batch[0]), batch[1])
+    def loss(self, out, y):
+        return F.mse_loss(out, y)
 
 
 @case(vectors())
@@ -485,7 +475,7 @@ class ConditionalTerm(Net):
         return loss
 
 
-@case(vectors(), "remedy")
+@case(vectors(), "remedy", over_batch="loss")
 class SkippedSpikes(Net):
     """The step reads its own loss: a spike is scaled down, by a running mean in an attribute."""
 
@@ -501,28 +491,13 @@ class SkippedSpikes(Net):
         return loss * 0.1 if value > self.running else loss
 
 
-@remedy()
-class SkippedSpikesOverBatch(SkippedSpikes):
-    def step(self, batch):
-        return evener.over_batch(F.cross_entropy)(self(batch[0]), batch[1])
-
-
-@case(vectors(), "remedy")
+@case(vectors(), "remedy", over_batch="loss")
 class DetachedBalance(Net):
     """A term is brought to the size of another by detached values of the batch."""
-
-    def step(self, batch):
-        return self.loss(self(batch[0]), batch[1])
 
     def loss(self, logits, y):
         ce, penalty = F.cross_entropy(logits, y), logits.pow(2).mean()
         return ce + 0.5 * penalty * (ce.detach() / (penalty.detach() + 1e-8))
-
-
-@remedy()
-class BalancedOverBatch(DetachedBalance):
-    def loss(self, logits, y):
-        return evener.over_batch(super().loss)(logits, y)
 
 
 @case(vectors())

@@ -6,9 +6,7 @@ import torchmetrics
 from pytorch_lightning import LightningModule
 from torch import nn
 
-import evener
-
-from .case import Lit, Rows, both, case, ints, remedy, uniform
+from .case import Lit, Net, Rows, both, case, ints, remedy, uniform
 
 
 class UNet(nn.Module):
@@ -58,7 +56,7 @@ class Segmentation(Lit):
 organs = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), (uniform(n, 1, 8, 8, seed=s + 1) > 0.7).double()))
 
 
-@case(organs, "remedy")
+@case(organs, "remedy", over_batch="dice_loss")
 class DiceOverBatch(Lit):
     """BCE and a dice over all pixels of the batch; pixel counts in lists for IoU over the epoch."""
 
@@ -67,8 +65,7 @@ class DiceOverBatch(Lit):
         self.model, self.bce, self.outputs = UNet(classes=1), nn.BCEWithLogitsLoss(), {"train": [], "val": []}
 
     def dice_loss(self, logits, target, smooth=1.0):
-        probs = logits.sigmoid().view(-1)
-        target = target.view(-1)
+        probs, target = logits.sigmoid().view(-1), target.view(-1)
         intersection = (probs * target).sum()
         return 1 - (2.0 * intersection + smooth) / (probs.sum() + target.sum() + smooth)
 
@@ -85,9 +82,8 @@ class DiceOverBatch(Lit):
         return self.shared_step(batch, "train")
 
     def validation_step(self, batch, batch_idx):
-        out = self.shared_step(batch, "val")
-        self.outputs["val"].append(out)
-        return out
+        self.outputs["val"].append(self.shared_step(batch, "val"))
+        return self.outputs["val"][-1]
 
     def on_validation_epoch_end(self):
         tp, union = (torch.cat([x[key] for x in self.outputs["val"]]) for key in ("tp", "union"))
@@ -95,25 +91,16 @@ class DiceOverBatch(Lit):
         self.outputs["val"].clear()
 
 
-@remedy()
-class DiceOfBatch(DiceOverBatch):
-    def dice_loss(self, logits, target, smooth=1.0):
-        return evener.over_batch(super().dice_loss)(logits, target)
-
-
 @case(organs)
-class DicePerImage(Lit):
+class DicePerImage(Net):
     """A dice per image, and BCE."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = UNet(classes=1)
+        self.net = UNet(classes=1)
 
-    def step(self, batch):
-        image, mask = batch
-        logits = self.model(image)
-        probs = logits.sigmoid()
-        dims = (1, 2, 3)
+    def loss(self, logits, mask):
+        probs, dims = logits.sigmoid(), (1, 2, 3)
         dice = (2 * (probs * mask).sum(dims) + 1) / (probs.sum(dims) + mask.sum(dims) + 1)
         return F.binary_cross_entropy_with_logits(logits, mask) + (1 - dice).mean()
 
@@ -144,10 +131,8 @@ class Detector(nn.Module):
             padded[:, : image.shape[-2], : image.shape[-1]].copy_(image)
         features = self.backbone(batch).mean((2, 3))
         if targets is None or not self.training:
-            return [
-                {"boxes": b, "scores": c.softmax(-1)}
-                for b, c in zip(self.box(features), self.cls(features), strict=True)
-            ]
+            found = zip(self.box(features), self.cls(features), strict=True)
+            return [{"boxes": b, "scores": c.softmax(-1)} for b, c in found]
         rows = torch.cat([torch.full_like(t["labels"], i) for i, t in enumerate(targets)])
         features, labels = features[rows], torch.cat([t["labels"] for t in targets])
         boxes = torch.cat([t["boxes"] for t in targets])
@@ -199,7 +184,7 @@ class DetectionOfOneSize(Detection):
 
 
 @case(both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), uniform(n, 3, 8, 8, seed=s + 1), ints(2, n, 3, seed=s + 2))))
-class Keypoints(Lit):
+class Keypoints(Net):
     """Heat maps; joints that are not visible don't count."""
 
     def __init__(self) -> None:
@@ -212,20 +197,15 @@ class Keypoints(Lit):
         return (error * visible).sum() / visible.sum()
 
 
-depths = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), 3 * uniform(n, 1, 8, 8, seed=s + 1)))
-
-
-@case(depths)
-class DepthMasked(Lit):
+@case(both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), 3 * uniform(n, 1, 8, 8, seed=s + 1))))
+class DepthMasked(Net):
     """L1 over the pixels that have a depth, and smoothness of the prediction."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = UNet(classes=1)
 
-    def step(self, batch):
-        image, depth = batch
-        pred = self.net(image)
+    def loss(self, pred, depth):
         valid = depth > 0.5
         smooth = (pred[..., 1:] - pred[..., :-1]).abs().mean() + (pred[..., 1:, :] - pred[..., :-1, :]).abs().mean()
         return F.l1_loss(pred[valid], depth[valid]) + 0.1 * smooth

@@ -5,6 +5,7 @@ field besides `x` and `y` has a *term* in the loss, so that a field that is cut 
 """
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,10 +26,8 @@ class Points(torch.utils.data.Dataset[dict[str, Any]]):
         self.x = torch.randn(num, 4, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
         self.y = torch.randint(0, 3, (num,), generator=generator)
         self.counts = [counts[i % len(counts)] for i in range(num)]
-        self.boxes = [
-            torch.randn(count, 4, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
-            for count in self.counts
-        ]
+        drawn = [torch.randn(count, 4, generator=generator, dtype=torch.float64) for count in self.counts]
+        self.boxes = [boxes.to(torch.get_default_dtype()) for boxes in drawn]
 
     def __len__(self) -> int:
         return len(self.x)
@@ -61,94 +60,96 @@ class Pair(NamedTuple):
     more: Any
 
 
-EXTRAS = (
-    "mask", "pair", "unlabelled", "views", "boxes", "dicts", "floats", "strings", "nested_lists", "scalar", "one",
-    "vector2",
-    "vector3", "vector4", "matrix4", "row", "class_weights", "number", "text", "none", "empty", "sizes", "time_first",
-    "flat", "packed", "meta", "shared_meta", "ndarray", "deque", "index_list", "tuple_of_scalars",
-)  # fmt: skip
+class Of:
+    """What the value of a field is made of: the samples of a batch."""
+
+    def __init__(self, items: list[dict[str, Any]]) -> None:
+        self.items, self.boxes = items, [item["boxes"] for item in items]
+        self.x = torch.stack([item["x"] for item in items])
 
 
-def extra(kind: str, items: list[dict[str, Any]]) -> Any:
-    """The value of a field for these samples."""
-    x = torch.stack([item["x"] for item in items])
-    boxes = [item["boxes"] for item in items]
-    dtype = x.dtype
-    return {
-        "mask": lambda: x[:, 0] > 0,
-        "pair": lambda: [x + 0.1, x * 2],
-        "unlabelled": lambda: [torch.cat([x + 0.1, x * 2, -x]), torch.cat([x, x - 1, x * 3])],
-        "views": lambda: (x + 0.1, x * 2, x - 1),
-        "boxes": lambda: boxes,
-        "dicts": lambda: [{"boxes": box, "label": item["y"]} for box, item in zip(boxes, items, strict=True)],
-        "floats": lambda: [float(row[0]) for row in x],
-        "strings": lambda: ["n" * (item["index"] % 5) for item in items],
-        "nested_lists": lambda: [list(box) for box in boxes],
-        "scalar": lambda: torch.tensor(0.7, dtype=dtype),
-        "one": lambda: torch.tensor([0.7], dtype=dtype),
-        "vector2": lambda: torch.tensor([0.1, 0.7], dtype=dtype),
-        "vector3": lambda: torch.tensor([0.1, 0.2, 0.7], dtype=dtype),
-        "vector4": lambda: torch.tensor([0.1, 0.2, 0.4, 0.8], dtype=dtype),
-        "matrix4": lambda: torch.arange(16, dtype=dtype).reshape(4, 4) / 16,
-        "row": lambda: torch.tensor([[0.1, 0.2, 0.7]], dtype=dtype),
-        "class_weights": lambda: torch.tensor([0.1, 0.2, 0.7], dtype=dtype),
-        "number": lambda: 3,
-        "text": lambda: "abcd",
-        "none": lambda: None,
-        "empty": list,
-        "sizes": lambda: [2, 3],
-        "time_first": lambda: torch.stack([x[:, 0], x[:, 1] * 2, x[:, 2] - 1]),
-        "flat": lambda: (torch.cat(boxes), torch.tensor([len(box) for box in boxes])),
-        "packed": lambda: pack_sequence(boxes, enforce_sorted=False),
-        "meta": lambda: Meta(values=x[:, 1].tolist()),
-        "shared_meta": lambda: Meta(scale=0.5),
-        "ndarray": lambda: np.asarray(x[:, 1].numpy()),
-        "deque": lambda: collections.deque(float(row[0]) for row in x),
-        "index_list": lambda: [torch.tensor(item["index"]) for item in items],
-        "tuple_of_scalars": lambda: (torch.tensor(0.5, dtype=dtype), torch.tensor(2.0, dtype=dtype)),
-    }[kind]()
+class Out(NamedTuple):
+    """What the term of a field is made of, besides its value: logits, their means by sample, and the network."""
+
+    mean: Tensor
+    logits: Tensor
+    net: Any
+
+    def per_box(self, boxes: Any) -> Tensor:
+        return torch.stack([(one - box).square().mean() for one, box in zip(self.mean, boxes, strict=True)])
+
+    def apart(self, both: Any) -> Tensor:
+        return (self.net(both[0]) - self.net(both[1])).square()
+
+
+FIELDS: dict[str, tuple[Callable[[Of], Any], Callable[[Any, Out], Tensor]]] = {
+    "mask": (lambda of: of.x[:, 0] > 0, lambda v, out: out.mean * v),
+    "pair": (lambda of: [of.x + 0.1, of.x * 2], lambda v, out: out.apart(v).mean(1)),
+    "unlabelled": (
+        lambda of: [torch.cat([of.x + 0.1, of.x * 2, -of.x]), torch.cat([of.x, of.x - 1, of.x * 3])],
+        lambda v, out: out.apart(v).mean(),
+    ),
+    "views": (
+        lambda of: (of.x + 0.1, of.x * 2, of.x - 1),
+        lambda v, out: torch.stack([out.net(view).mean(1) for view in v]).prod(0),
+    ),
+    "boxes": (lambda of: of.boxes, lambda v, out: out.per_box(v)),
+    "dicts": (
+        lambda of: [{"boxes": item["boxes"], "label": item["y"]} for item in of.items],
+        lambda v, out: out.per_box([one["boxes"] * (1 + one["label"]) for one in v]),
+    ),
+    "floats": (lambda of: [float(row[0]) for row in of.x], lambda v, out: out.mean * torch.tensor(v)),
+    "strings": (
+        lambda of: ["n" * (item["index"] % 5) for item in of.items],
+        lambda v, out: out.mean * torch.tensor([float(len(name)) for name in v]),
+    ),
+    "nested_lists": (
+        lambda of: [list(box) for box in of.boxes],
+        lambda v, out: out.per_box([torch.stack(list(rows)) for rows in v]),
+    ),
+    "scalar": (lambda of: torch.tensor(0.7), lambda v, out: out.mean * v),
+    "one": (lambda of: torch.tensor([0.7]), lambda v, out: out.mean * v),
+    "vector2": (lambda of: torch.tensor([0.1, 0.7]), lambda v, out: out.mean * v.sum()),
+    "vector3": (lambda of: torch.tensor([0.1, 0.2, 0.7]), lambda v, out: out.mean * v.sum()),
+    "vector4": (lambda of: torch.tensor([0.1, 0.2, 0.4, 0.8]), lambda v, out: out.mean * v.prod()),
+    "matrix4": (lambda of: torch.arange(16.0).reshape(4, 4) / 16, lambda v, out: out.mean * v.square().sum()),
+    "row": (lambda of: torch.tensor([[0.1, 0.2, 0.7]]), lambda v, out: (out.logits * v).sum(1)),
+    "class_weights": (lambda of: torch.tensor([0.1, 0.2, 0.7]), lambda v, out: (out.logits.square() * v).sum(1)),
+    "number": (lambda of: 3, lambda v, out: out.mean * v),
+    "text": (lambda of: "abcd", lambda v, out: out.mean * len(v)),
+    "none": (lambda of: None, lambda v, out: out.mean * (0.0 if v is None else 1.0)),
+    "empty": (lambda of: [], lambda v, out: out.mean * len(v)),
+    "sizes": (lambda of: [2, 3], lambda v, out: out.mean * float(sum(v))),
+    "time_first": (
+        lambda of: torch.stack([of.x[:, 0], of.x[:, 1] * 2, of.x[:, 2] - 1]),
+        lambda v, out: out.mean * v.transpose(0, 1).square().sum(1),
+    ),
+    "flat": (
+        lambda of: (torch.cat(of.boxes), torch.tensor([len(box) for box in of.boxes])),
+        lambda v, out: out.per_box(v[0].split(v[1].tolist())),
+    ),
+    "packed": (
+        lambda of: pack_sequence(of.boxes, enforce_sorted=False), lambda v, out: out.per_box(unpack_sequence(v))
+    ),
+    "meta": (lambda of: Meta(values=of.x[:, 1].tolist()), lambda v, out: out.mean * torch.tensor(v.values)),
+    "shared_meta": (lambda of: Meta(scale=0.5), lambda v, out: out.mean * v.scale),
+    "ndarray": (lambda of: np.asarray(of.x[:, 1].numpy()), lambda v, out: out.mean * torch.as_tensor(np.asarray(v))),
+    "deque": (
+        lambda of: collections.deque(float(row[0]) for row in of.x), lambda v, out: out.mean * torch.tensor(list(v))
+    ),
+    "index_list": (
+        lambda of: [torch.tensor(item["index"]) for item in of.items],
+        lambda v, out: out.mean * torch.stack(list(v)),
+    ),
+    "tuple_of_scalars": (lambda of: (torch.tensor(0.5), torch.tensor(2.0)), lambda v, out: out.mean * v[0] * v[1]),
+}  # fmt: skip
+"""Fields by name: the value for the samples of a batch, and what it adds to the loss, for each sample or for all."""
+EXTRAS = tuple(FIELDS)
 
 
 def term(kind: str, value: Any, logits: Tensor, net: Any) -> Tensor:
     """What a field adds to the loss: one value per sample, or one for all."""
-    mean = logits.mean(1)
-    return {
-        "mask": lambda: mean * value,
-        "pair": lambda: (net(value[0]) - net(value[1])).square().mean(1),
-        "unlabelled": lambda: (net(value[0]) - net(value[1])).square().mean(),
-        "views": lambda: torch.stack([net(view).mean(1) for view in value]).prod(0),
-        "boxes": lambda: _per_box(mean, value),
-        "dicts": lambda: _per_box(mean, [one["boxes"] * (1 + one["label"]) for one in value]),
-        "floats": lambda: mean * torch.tensor(value),
-        "strings": lambda: mean * torch.tensor([float(len(name)) for name in value]),
-        "nested_lists": lambda: _per_box(mean, [torch.stack(list(rows)) for rows in value]),
-        "scalar": lambda: mean * value,
-        "one": lambda: mean * value,
-        "vector2": lambda: mean * value.sum(),
-        "vector3": lambda: mean * value.sum(),
-        "vector4": lambda: mean * value.prod(),
-        "matrix4": lambda: mean * value.square().sum(),
-        "row": lambda: (logits * value).sum(1),
-        "class_weights": lambda: (logits.square() * value).sum(1),
-        "number": lambda: mean * value,
-        "text": lambda: mean * len(value),
-        "none": lambda: mean * (0.0 if value is None else 1.0),
-        "empty": lambda: mean * len(value),
-        "sizes": lambda: mean * float(sum(value)),
-        "time_first": lambda: mean * value.transpose(0, 1).square().sum(1),
-        "flat": lambda: _per_box(mean, list(value[0].split(value[1].tolist()))),
-        "packed": lambda: _per_box(mean, unpack_sequence(value)),
-        "meta": lambda: mean * torch.tensor(value.values),
-        "shared_meta": lambda: mean * value.scale,
-        "ndarray": lambda: mean * torch.as_tensor(np.asarray(value)),
-        "deque": lambda: mean * torch.tensor(list(value)),
-        "index_list": lambda: mean * torch.stack(list(value)),
-        "tuple_of_scalars": lambda: mean * value[0] * value[1],
-    }[kind]()
-
-
-def _per_box(mean: Tensor, boxes: Any) -> Tensor:
-    return torch.stack([(one - box).square().mean() for one, box in zip(mean, boxes, strict=True)])
+    return FIELDS[kind][1](value, Out(logits.mean(1), logits, net))
 
 
 def names(batches: Batches) -> list[str]:
@@ -162,47 +163,51 @@ def collate(batches: Batches, items: list[dict[str, Any]]) -> Any:
     """A batch with the structure that was drawn."""
     if batches.shape == "zip":
         return tuple(zip(*[(item["x"], item["y"], item["boxes"]) for item in items], strict=True))
-    values = {name: extra(name, items) for name in batches.extras}
+    of = Of(items)
+    values = {name: FIELDS[name][0](of) for name in batches.extras}
     values |= {name: torch.stack([item[name] for item in items]) for name in ("x", "y")}
     values = {name: values[name] for name in names(batches)}
     more = {name: values[name] for name in batches.extras}
-    x, y = values["x"], values["y"]
-    return {
-        "tuple": lambda: tuple(values.values()),
-        "list": lambda: list(values.values()),
-        "dict": lambda: dict(values),
-        "ordered": lambda: collections.OrderedDict(values),
-        "default": lambda: collections.defaultdict(list, values),
-        "user": lambda: collections.UserDict(values),
-        "nested": lambda: {"more": more, "data": [{"x": x}, (y,)]},
-        "deep": lambda: ([[x]], {"y": {"y": y}, "more": [more]}),
-        "dataclass": lambda: Record(x, y, more),
-        "namedtuple": lambda: Pair(x, y, more),
-        "namespace": lambda: SimpleNamespace(x=x, y=y, more=more),
-        "pairs": lambda: [("x", x), ("y", y), ("more", more)],
-    }[batches.shape]()
+    return SHAPED[batches.shape][0](values, values["x"], values["y"], more)
 
 
 def unpack(batches: Batches, batch: Any) -> dict[str, Any]:
     """The fields of a batch."""
-    return {
-        "tuple": lambda: dict(zip(names(batches), batch, strict=True)),
-        "list": lambda: dict(zip(names(batches), batch, strict=True)),
-        "zip": lambda: {"x": torch.stack(batch[0]), "y": torch.stack(batch[1]), "boxes": batch[2]},
-        "dict": lambda: dict(batch),
-        "ordered": lambda: dict(batch),
-        "default": lambda: dict(batch),
-        "user": lambda: dict(batch),
-        "nested": lambda: {"x": batch["data"][0]["x"], "y": batch["data"][1][0], **batch["more"]},
-        "deep": lambda: {"x": batch[0][0][0], "y": batch[1]["y"]["y"], **batch[1]["more"][0]},
-        "dataclass": lambda: {"x": batch.x, "y": batch.y, **batch.more},
-        "namedtuple": lambda: {"x": batch.x, "y": batch.y, **batch.more},
-        "namespace": lambda: {"x": batch.x, "y": batch.y, **batch.more},
-        "pairs": lambda: {"x": batch[0][1], "y": batch[1][1], **batch[2][1]},
-    }[batches.shape]()
+    if batches.shape in ("tuple", "list"):
+        return dict(zip(names(batches), batch, strict=True))
+    return SHAPED[batches.shape][1](batch)
 
 
-SHAPES = (
-    "tuple", "list", "dict", "nested", "deep", "dataclass", "namedtuple", "zip", "ordered", "default", "user",
-    "namespace", "pairs",
-)  # fmt: skip
+def _by_name(batch: Any) -> dict[str, Any]:
+    return {"x": batch.x, "y": batch.y, **batch.more}
+
+
+SHAPED: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]]]] = {
+    "tuple": (lambda values, x, y, more: tuple(values.values()), dict),
+    "list": (lambda values, x, y, more: list(values.values()), dict),
+    "dict": (lambda values, x, y, more: dict(values), dict),
+    "nested": (
+        lambda values, x, y, more: {"more": more, "data": [{"x": x}, (y,)]},
+        lambda batch: {"x": batch["data"][0]["x"], "y": batch["data"][1][0], **batch["more"]},
+    ),
+    "deep": (
+        lambda values, x, y, more: ([[x]], {"y": {"y": y}, "more": [more]}),
+        lambda batch: {"x": batch[0][0][0], "y": batch[1]["y"]["y"], **batch[1]["more"][0]},
+    ),
+    "dataclass": (lambda values, x, y, more: Record(x, y, more), _by_name),
+    "namedtuple": (lambda values, x, y, more: Pair(x, y, more), _by_name),
+    "zip": (  # the samples' own, see `collate`
+        lambda values, x, y, more: None,
+        lambda batch: {"x": torch.stack(batch[0]), "y": torch.stack(batch[1]), "boxes": batch[2]},
+    ),
+    "ordered": (lambda values, x, y, more: collections.OrderedDict(values), dict),
+    "default": (lambda values, x, y, more: collections.defaultdict(list, values), dict),
+    "user": (lambda values, x, y, more: collections.UserDict(values), dict),
+    "namespace": (lambda values, x, y, more: SimpleNamespace(x=x, y=y, more=more), _by_name),
+    "pairs": (
+        lambda values, x, y, more: [("x", x), ("y", y), ("more", more)],
+        lambda batch: {"x": batch[0][1], "y": batch[1][1], **batch[2][1]},
+    ),
+}
+"""Structures by name: how a batch gets one, and how its fields are found again."""
+SHAPES = tuple(SHAPED)

@@ -3,7 +3,7 @@
 Every field has a default, so that a failing case can be reduced to the fields that matter.
 """
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 
@@ -144,9 +144,9 @@ def brief(value: Any) -> str:
         return f"({', '.join(brief(item) for item in value)}{',' * (len(value) == 1)})"
     if not is_dataclass(value):
         return repr(value)
-    plain = type(value)()
-    differing = [field.name for field in fields(value) if getattr(value, field.name) != getattr(plain, field.name)]
-    return f"{type(value).__name__}({', '.join(f'{name}={brief(getattr(value, name))}' for name in differing)})"
+    plain = vars(type(value)())
+    differing = [f"{name}={brief(mine)}" for name, mine in vars(value).items() if mine != plain[name]]
+    return f"{type(value).__name__}({', '.join(differing)})"
 
 
 def simpler(value: Any) -> list[Any]:
@@ -158,59 +158,10 @@ def simpler(value: Any) -> list[Any]:
         return found
     if not is_dataclass(value):
         return []
-    plain, found = type(value)(), []
-    for field in fields(value):
-        mine, default = getattr(value, field.name), getattr(plain, field.name)
-        if mine == default:
-            continue
-        found.append(replace(value, **{field.name: default}))
-        if is_dataclass(mine) or isinstance(mine, tuple):
-            found += [replace(value, **{field.name: one}) for one in simpler(mine) if one or not default]
+    found = []
+    for name, default in vars(type(value)()).items():
+        mine = getattr(value, name)
+        if mine != default:
+            found.append(replace(value, **{name: default}))
+            found += [replace(value, **{name: one}) for one in simpler(mine) if one or not default]
     return found
-
-
-def without(value: Any, known: Any) -> Any:
-    """A description with everything plain that another one sets in the same way; the same where it sets more.
-
-    With the smallest case of a known failure this leaves what else is peculiar about a case.
-    """
-    if isinstance(value, tuple):
-        if not value or not is_dataclass(value[0]):
-            return tuple(item for item in value if item not in known)
-        return tuple(item for item in value if not any(_covers(item, one) for one in known))
-    if not is_dataclass(value):
-        return value
-    plain, changed = type(value)(), {}
-    for field in fields(value):
-        mine, theirs, default = (getattr(one, field.name) for one in (value, known, plain))
-        if theirs == default:
-            continue
-        if isinstance(default, tuple) or is_dataclass(default):
-            changed[field.name] = without(mine, theirs)
-        elif mine == theirs:
-            changed[field.name] = default
-    return replace(value, **changed)
-
-
-def contains(value: Any, known: Any) -> bool:
-    """Whether a description sets everything that another one sets."""
-    plain = type(value)()
-    for field in fields(value):
-        mine, theirs, default = (getattr(one, field.name) for one in (value, known, plain))
-        if theirs == default:
-            continue
-        if is_dataclass(default):
-            if not contains(mine, theirs):
-                return False
-        elif isinstance(default, tuple) and field.name != "boxes":
-            if not all(
-                any(item == one or (is_dataclass(one) and _covers(item, one)) for item in mine) for one in theirs
-            ):
-                return False
-        elif mine != theirs:
-            return False
-    return True
-
-
-def _covers(item: Any, one: Any) -> bool:
-    return is_dataclass(item) and contains(item, one)

@@ -42,14 +42,11 @@ LOADING = st.builds(
 
 NETS = st.builds(Net, kind=mostly(*subject.NETS), peculiar=some(subject.PECULIAR, 3), hooks=mostly(*subject.HOOKS))
 
-LOG_VALUES = ("loss", "hits", "sum", "n", "n_int", "max", "min", "constant", "int", "epoch", "vector",
-              "weight_norm")  # fmt: skip
-
 
 @st.composite
 def logs(draw: Any) -> Log:
     """A call of `self.log` that has a meaning for a batch in parts."""
-    value = draw(st.one_of(st.sampled_from(LOG_VALUES), st.sampled_from(tuple(metering.METRICS))))
+    value = draw(st.one_of(st.sampled_from(tuple(subject.LOGGED)), st.sampled_from(tuple(metering.METRICS))))
     styles = [s for s in metering.STYLES if s != "value" or value in metering.VALUE_STYLE]
     styles = [s for s in styles if value not in metering.WHOLE_ONLY or "epoch" in s]
     useful = [(None, None), (True, None), (None, True), (True, True), (False, True), (True, False)]
@@ -69,14 +66,10 @@ def logs(draw: Any) -> Log:
 
 RETURNS = st.builds(
     Returns,
-    train=mostly("tensor", "dict", "extra", "ints", "logits", "texts", "lists", "weight", "weight_int", "weight_float",
-                 "sum"),
-    evaluation=mostly("none", "mean", "losses", "dict", "ints", "list", "list_of_rows", "python_list", "strings", "sum",
-                      "confusion", "gram", "empty"),
-    predict=mostly("tensor", "tuple", "dict", "list", "tuple_of_rows", "pair", "strings", "python_list", "numpy",
-                   "none",
-                   "mean", "mean_vector", "ragged", "dicts", "nested", "bool", "constant", "time_first"),
-)  # fmt: skip
+    train=mostly(*subject.TRAIN_OUTPUTS),
+    evaluation=mostly(*subject.EVAL_OUTPUTS),
+    predict=mostly(*subject.PREDICTIONS),
+)
 OPTIMIZATIONS = st.builds(
     Optimization,
     optimizer=mostly(*optimizers.OPTIMIZERS, *optimizers.MANUAL, *optimizers.SPECIAL),
@@ -131,36 +124,26 @@ def options(*choices: tuple[tuple[str, Any], ...]) -> st.SearchStrategy[Any]:
 SPREADS: dict[str, st.SearchStrategy[Spread]] = {
     "single_device": st.just(Spread()),
     "dp": st.builds(
-        Spread,
-        st.just("dp"),
-        st.sampled_from([2, 3, 4]),
-        options((), (("threads", True),), (("submodule", "net"),)),
+        Spread, st.just("dp"), st.sampled_from([2, 3, 4]), options((), (("threads", True),), (("submodule", "net"),))
     ),
     "balanced_dp": st.builds(
-        Spread,
-        st.just("balanced_dp"),
-        st.just(3),
+        Spread, st.just("balanced_dp"), st.just(3),
         options((("gpu0_chunk", 0),), (("gpu0_chunk", 1),), (("weights", (1, 2, 2)),), (("weights", (0, 1, 3)),), ()),
     ),
     "model_parallel": st.builds(
         lambda devices, num, more: Spread("model_parallel", devices, (("num_microbatches", num), *more)),
-        st.sampled_from([2, 3]),
-        st.sampled_from([2, 3, 1]),
+        st.sampled_from([2, 3]), st.sampled_from([2, 3, 1]),
         options((), (("deterministic", True),), (("output_device", "first"),)),
     ),
     "ddp": st.builds(
-        lambda devices, more: Spread("ddp", devices, (*RANKS, *more)),
-        st.sampled_from([2, 3]),
+        lambda devices, more: Spread("ddp", devices, (*RANKS, *more)), st.sampled_from([2, 3]),
         options(
             (), (("find_unused_parameters", True),), (("static_graph", True),), (("gradient_as_bucket_view", True),)
         ),
     ),
     "ddp_global_view": st.builds(
-        lambda devices, size_is: Spread(
-            "ddp", devices, (("batch_size_is", size_is), ("timeout_s", 6), ("global_view", True))
-        ),
-        st.sampled_from([2, 3]),
-        mostly("global", "per_device"),
+        lambda num, size_is: Spread("ddp", num, (("batch_size_is", size_is), ("timeout_s", 6), ("global_view", True))),
+        st.sampled_from([2, 3]), mostly("global", "per_device"),
     ),
     "ddp_per_device": st.just(Spread("ddp", 2, (("batch_size_is", "per_device"), ("timeout_s", 6)))),
     "ddp_replicas": st.just(Spread("ddp", 4, (*RANKS, ("devices_per_process", 2)))),
@@ -169,8 +152,7 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
         st.sampled_from([(1, 3), (2, 1)]),
     ),
     "fsdp": st.builds(
-        lambda devices, more: Spread("fsdp", devices, (*RANKS, *more)),
-        st.sampled_from([2, 3]),
+        lambda devices, more: Spread("fsdp", devices, (*RANKS, *more)), st.sampled_from([2, 3]),
         options((("shard", ()),), (("find_unused_parameters", True),), (), (("reshard_after_forward", False),)),
     ),
     "recompute": st.sampled_from(
@@ -180,4 +162,4 @@ SPREADS: dict[str, st.SearchStrategy[Spread]] = {
     "ddp_model_parallel": st.just(
         Spread("ddp_model_parallel", 4, (*RANKS, ("model_parallel_size", 2), ("num_microbatches", 2)))
     ),
-}
+}  # fmt: skip

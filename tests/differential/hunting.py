@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from .cases import Case, Spread, brief, contains, simpler, without
+from .cases import Case, Spread, brief, simpler
+from .observe import observe
 from .pool import Pool
 from .settled import settled
 from .verdict import Verdict, judge
@@ -23,12 +24,11 @@ def _that_fit(cases: list[Case], spread: Spread) -> Iterator[Case]:
 class Hunt:
     """What became of the cases so far, and each distinct failure in its smallest form."""
 
-    pool: Pool = field(default_factory=Pool)
+    pool: Pool = field(default_factory=lambda: Pool(observe))
     words: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     failures: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
-    known: list[Case] = field(default_factory=list)
 
     def judge(self, case: Case, spread: Spread) -> Verdict:
         """Run a case and count its verdict; a failure is confirmed in processes that have run nothing else."""
@@ -59,26 +59,12 @@ class Hunt:
         return case, verdict
 
     def add(self, case: Case, spread: Spread) -> Verdict:
-        """Judge a case, and keep what is new in how it fails.
-
-        What fails for a reason that is known by now is tried again without it.
-        """
+        """Judge a case, and keep how it fails, by what is left of it when it is reduced."""
         first = self.judge(case, spread)
-        if first.accepted:
-            return first
-        for known in self.known:
-            if contains(case, known):
-                case = settled(without(case, known), spread)
-        again = judge(self.pool, case, spread)
-        if again.accepted:
-            return first
-        drawn = case
-        case, verdict = self.reduce(case, spread, again)
-        self.known.append(case)
-        key = f"{spread.kind}: {brief(case)}"
-        self.failures[key] = f"{verdict.word}: {brief(case)} under {brief(spread)}\n    {verdict.reason}"
-        if case != drawn:
-            self.failures[key] += f"\n    reduced from {brief(drawn)}: {again.reason}"
+        if not first.accepted:
+            small, verdict = self.reduce(case, spread, first)
+            failure = f"{verdict.word}: {brief(small)} under {brief(spread)}\n    {verdict.reason}"
+            self.failures[f"{spread.kind}: {brief(small)}"] = f"{failure}\n    reduced from {brief(case)}"
         return first
 
     def table(self) -> str:

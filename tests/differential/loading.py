@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)  # fmt: skip
+from torch.utils import data
 
 from .batches import Points, collate
 from .cases import Batches, Case, Loading
@@ -31,7 +22,7 @@ EVAL_KINDS = ("plain", "two", "sequential", "batch_sampler", "iterable", "batche
 PAIRED = ("dict", "list", "min_size", "max_size", "max_size_cycle", "combined_list")
 
 
-class Reversed(Sampler[int]):
+class Reversed(data.Sampler[int]):
     """A sampler whose order depends on the epoch it is told."""
 
     def __init__(self, num: int) -> None:
@@ -47,33 +38,29 @@ class Reversed(Sampler[int]):
         return self.num
 
 
-class Buckets(Sampler[list[int]]):
+class Buckets(data.Sampler[list[int]]):
     """A batch sampler with batches of unequal sizes, whose order depends on the epoch it is told."""
 
     def __init__(self, num: int, batch_size: int) -> None:
-        self.num, self.batch_size, self.epoch = num, batch_size, 0
+        self.num, self.epoch = num, 0
+        self.cuts = list(pairwise([0, *range(max(1, batch_size // 2), num, batch_size), num]))
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        first = max(1, self.batch_size // 2)
-        cuts = [0, *range(first, self.num, self.batch_size), self.num]
-        return iter([order[a:b] for a, b in pairwise(cuts)])
+        return iter([order[a:b] for a, b in self.cuts])
 
     def __len__(self) -> int:
-        first = max(1, self.batch_size // 2)
-        return len([0, *range(first, self.num, self.batch_size), self.num]) - 1
+        return len(self.cuts)
 
 
-class Stream(IterableDataset[Any]):
+class Stream(data.IterableDataset[Any]):
     """The samples of a data set, one after the other."""
 
-    def __init__(self, points: Points, sized: bool) -> None:
+    def __init__(self, points: Points) -> None:
         self.points = points
-        if sized:
-            self.__class__ = SizedStream
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.points[i] for i in range(len(self.points))])
@@ -86,7 +73,7 @@ class SizedStream(Stream):
         return len(self.points)
 
 
-class Whole(torch.utils.data.Dataset[Any]):
+class Whole(data.Dataset[Any]):
     """A data set whose items are batches."""
 
     def __init__(self, points: Points, batches: Batches, size: int) -> None:
@@ -112,7 +99,7 @@ class Batched:
         return len(self.whole)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.whole[i] for i in range(len(self.whole))])
+        return map(self.whole.__getitem__, range(len(self.whole)))
 
 
 def train_loader(case: Case) -> Any:
@@ -128,11 +115,8 @@ def train_loader(case: Case) -> Any:
         return {"a": a, "b": b}
     if loading.kind == "list":
         return [a, b]
-    return (
-        CombinedLoader([a, b], "max_size_cycle")
-        if loading.kind == "combined_list"
-        else CombinedLoader({"a": a, "b": b}, loading.kind)
-    )
+    named = ([a, b], "max_size_cycle") if loading.kind == "combined_list" else ({"a": a, "b": b}, loading.kind)
+    return CombinedLoader(*named)
 
 
 def eval_loader(case: Case) -> Any:
@@ -164,30 +148,26 @@ def is_paired(loading: Loading, training: bool) -> bool:
 
 def one_loader(kind: str, points: Points, batches: Batches, size: int, drop_last: bool) -> Any:
     """A loader over the samples."""
-    num = len(points)
-    cut = partial(collate, batches)
-    seeded = torch.Generator().manual_seed(5)
-    plain = partial(DataLoader, points, size, collate_fn=cut, drop_last=drop_last)
-    if kind == "plain":
-        return plain()
-    if kind == "shuffle":
-        return plain(shuffle=True)
-    if kind == "generator":
-        return plain(shuffle=True, generator=seeded)
+    num, cut, seeded = len(points), partial(collate, batches), torch.Generator().manual_seed(5)
+    plain = partial(data.DataLoader, points, size, collate_fn=cut, drop_last=drop_last)
+    shuffled = {"plain": {}, "shuffle": {"shuffle": True}, "generator": {"shuffle": True, "generator": seeded}}
+    if kind in shuffled:
+        return plain(**shuffled[kind])
     samplers = {
-        "replacement": lambda: RandomSampler(points, replacement=True, num_samples=num, generator=seeded),
-        "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(num)], num, generator=seeded),
-        "subset": lambda: SubsetRandomSampler(range(0, num, 2), generator=seeded),
+        "replacement": lambda: data.RandomSampler(points, replacement=True, num_samples=num, generator=seeded),
+        "weighted": lambda: data.WeightedRandomSampler([1.0 + i for i in range(num)], num, generator=seeded),
+        "subset": lambda: data.SubsetRandomSampler(range(0, num, 2), generator=seeded),
         "sampler_with_epoch": lambda: Reversed(num),
     }
     if kind in samplers:
         return plain(sampler=samplers[kind]())
     if kind == "batch_sampler":
-        sampler = BatchSampler(SequentialSampler(points), size, drop_last)
-        return DataLoader(points, batch_sampler=sampler, collate_fn=cut)
+        sampler = data.BatchSampler(data.SequentialSampler(points), size, drop_last)
+        return data.DataLoader(points, batch_sampler=sampler, collate_fn=cut)
     if kind == "bucket":
-        return DataLoader(points, batch_sampler=Buckets(num, size), collate_fn=cut)
+        return data.DataLoader(points, batch_sampler=Buckets(num, size), collate_fn=cut)
     if kind in ("iterable", "iterable_unsized"):
-        return DataLoader(Stream(points, kind == "iterable"), size, collate_fn=cut, drop_last=drop_last)
+        stream = SizedStream(points) if kind == "iterable" else Stream(points)
+        return data.DataLoader(stream, size, collate_fn=cut, drop_last=drop_last)
     whole = Whole(points, batches, size)
-    return Batched(whole) if kind == "batches" else DataLoader(whole, batch_size=None)
+    return Batched(whole) if kind == "batches" else data.DataLoader(whole, batch_size=None)

@@ -7,6 +7,8 @@ import torchmetrics as tm
 from torch import Tensor, nn
 from torchmetrics.wrappers import Running
 
+from .cases import Log
+
 K: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
 
 
@@ -85,6 +87,6 @@ def make_tracker() -> Any:
     return tm.MetricTracker(tm.MetricCollection({"a": _accuracy(), "p": _macro(tm.Precision)}), maximize=[True, True])
 
 
-def make_metrics(values: list[str]) -> nn.ModuleList:
-    """One metric per value; a stand-in where the value is no metric."""
-    return nn.ModuleList([METRICS[value]() if value in METRICS else nn.Identity() for value in values])
+def make_metrics(logs: list[Log]) -> nn.ModuleList:
+    """One metric per call of `self.log`; a stand-in where it logs no metric."""
+    return nn.ModuleList([METRICS[log.value]() if log.value in METRICS else nn.Identity() for log in logs])

@@ -1,9 +1,9 @@
 """Run a case under a strategy and keep all that can be seen of it."""
 
 import logging
-import re
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,15 @@ import late_device
 import pytorch_lightning as pl
 import pytorch_lightning.callbacks as plc
 import torch
+from tiny import Points, quiet
 
 from evener import strategies as S
-from evener.trainer import Trainer
 
 from .cases import Case, Spread
 from .loading import eval_loader, train_loader
 from .subject import make_subject
-from .watching import WATCHES, Tape, kept
+from .watching import WATCHES, kept
 
-CALLBACKS = ("early_stopping", "early_stopping_train", "lr_monitor", "lr_monitor_epoch", "swa", "ema", "averaging",
-             "accumulation", "pruning", "pruning_global", "checkpoint_steps", "checkpoint_val", "checkpoint_epochs",
-             "finetuning")  # fmt: skip
 KINDS = {
     "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy,
     "balanced_dp": S.BalancedDataParallelStrategy,
@@ -31,8 +28,6 @@ KINDS = {
     "ddp_model_parallel": S.DDPModelParallelStrategy,
     "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy, "fsdp": S.FSDPStrategy,
 }  # fmt: skip
-AMBIGUOUS = re.compile(r"(?s)self\.log\('(\w+)', batch_size=.*can't be told from the size")
-"""The warning that a mean depends on what a `batch_size` of one key means."""
 OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
 
 
@@ -68,11 +63,10 @@ class Failure:
 
 @dataclass
 class Observed:
-    """What a run showed, how it failed if it did, and the keys of which it told that their mean is ambiguous."""
+    """What a run showed, and how it failed if it did."""
 
     seen: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
-    ambiguous: tuple[str, ...] = ()
 
 
 class Tuning(plc.BaseFinetuning):
@@ -86,8 +80,8 @@ class Tuning(plc.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
 
-def callback(name: str, folder: Path) -> pl.Callback:
-    """One of Lightning's callbacks."""
+def callbacks(folder: Path) -> dict[str, Callable[[], pl.Callback]]:
+    """Lightning's callbacks, by name."""
     pruned = {"pruning_fn": "l1_unstructured", "amount": 0.3}
     return {
         "early_stopping": lambda: plc.EarlyStopping("val_monitor", patience=1, min_delta=0.01),
@@ -96,7 +90,7 @@ def callback(name: str, folder: Path) -> pl.Callback:
         "lr_monitor_epoch": lambda: plc.LearningRateMonitor("epoch"),
         "swa": lambda: plc.StochasticWeightAveraging(0.05, swa_epoch_start=1),
         "ema": lambda: plc.EMAWeightAveraging(decay=0.5),
-        "averaging": lambda: plc.WeightAveraging(),
+        "averaging": plc.WeightAveraging,
         "accumulation": lambda: plc.GradientAccumulationScheduler({0: 2, 1: 1}),
         "pruning": lambda: plc.ModelPruning(use_global_unstructured=False, **pruned),
         "pruning_global": lambda: plc.ModelPruning(**pruned),
@@ -105,10 +99,11 @@ def callback(name: str, folder: Path) -> pl.Callback:
         ),
         "checkpoint_val": lambda: plc.ModelCheckpoint(folder / "val", monitor="val_monitor", save_last=True),
         "checkpoint_epochs": lambda: plc.ModelCheckpoint(folder / "epochs", save_top_k=-1, every_n_epochs=1),
-        "finetuning": lambda: Tuning(),
-    }[name]()
+        "finetuning": Tuning,
+    }
 
 
+CALLBACKS = tuple(callbacks(Path()))
 ON_CPU = ("stock", "single_device")
 """What others are compared with stays on the CPU."""
 accelerator = "cpu"
@@ -123,20 +118,19 @@ def observe_on_late_devices(case: Case, spread: Spread, folder: str) -> Observed
     return observe(case, spread, folder)
 
 
-def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Callback], logger: Tape) -> Any:
+def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Callback], logger: Points) -> Any:
     """Lightning's trainer for `stock`, Evener's otherwise."""
     given: dict[str, Any] = dict(case.options.__dict__) | {
-        "callbacks": callbacks, "logger": logger, "devices": spread.devices,
+        "callbacks": callbacks, "logger": logger, "devices": spread.devices, "default_root_dir": folder,
         "accelerator": "cpu" if spread.kind in ON_CPU else accelerator,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
         "enable_checkpointing": any("checkpoint" in name for name in case.callbacks),
     }  # fmt: skip
     if spread.kind == "stock":
-        return pl.Trainer(**{name: value for name, value in given.items() if name not in OWN_OPTIONS})
+        return quiet(pl.Trainer, **{name: value for name, value in given.items() if name not in OWN_OPTIONS})
     options = dict(spread.options)
     if spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["batch_dims"] = reductions(case)
-    return Trainer(strategy=KINDS[spread.kind](**options), **given)
+    return quiet(strategy=KINDS[spread.kind](**options), **given)
 
 
 def reductions(case: Case) -> dict[str, str]:
@@ -157,15 +151,12 @@ def observe(case: Case, spread: Spread, folder: str) -> Observed:
     torch.set_default_dtype(getattr(torch, case.dtype))
     pl.seed_everything(0)
     observed, state = Observed(), _State()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", AMBIGUOUS.pattern)
         try:
             _run(case, spread, Path(folder), observed.seen, state)
         except BaseException as exc:  # noqa: BLE001  # an exit is an outcome, too
-            observed.failure = _failure(exc, state)
-    names = [AMBIGUOUS.match(str(warning.message)) for warning in caught]
-    observed.ambiguous = tuple(name[1] for name in names if name is not None)
+            observed.failure = state.failure(exc)
     return observed
 
 
@@ -177,6 +168,12 @@ class _State:
     trainer: Any = None
     steps_before: int = 0
 
+    def failure(self, exc: BaseException) -> Failure:
+        num_steps = 0 if self.trainer is None else self.trainer.global_step - self.steps_before
+        frames = traceback.extract_tb(exc.__traceback__)
+        where, trace = frames[-1].filename if frames else "", "".join(traceback.format_exception(exc))
+        return Failure(self.phase, type(exc).__name__, str(exc), num_steps, where, trace[-3000:])
+
 
 def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: _State) -> None:
     checkpoint = None
@@ -187,7 +184,7 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
         state.phase, state.trainer = "fit", trainer
         trainer.fit(module, **_data(case, module))
         trainer.save_checkpoint(checkpoint)
-    trainer, module, watch, tape = _prepare(case, spread, folder)
+    trainer, module, watch, points = _prepare(case, spread, folder)
     state.trainer, data = trainer, _data(case, module)
     if case.before != "nothing" and case.loading.eval_kind != "none":
         state.phase = case.before
@@ -201,16 +198,13 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
         trainer.fit(module, **_data(case, module))
     seen["weights"] = {name: kept(p) for name, p in module.named_parameters()}
     seen["steps"] = [trainer.global_step, trainer.current_epoch]
-    for name in ("raw_gradients", "gradients", "outputs", "rates", "order", "metrics", "evaluated"):
-        seen[name] = list(getattr(watch, name, []))
-    seen["callback_metrics"] = kept(trainer.callback_metrics)
-    seen["logged_metrics"] = kept(trainer.logged_metrics)
-    seen["progress_bar_metrics"] = kept(trainer.progress_bar_metrics)
-    seen["logger"] = tape.logged()
+    seen |= {name: list(values) for name, values in watch.seen.items()}
+    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+        seen[name] = kept(getattr(trainer, name))
+    seen["logger"] = [list(row) for row in sorted(points.seen, key=lambda row: row[:2])]
     seen["buffers"] = {name: kept(value) for name, value in module.state_dict().items() if "metric" not in name}
-    for name in ("gradients", "raw_gradients", "outputs", "evaluated", "order"):
-        if hasattr(watch, name):
-            getattr(watch, name).clear()
+    for values in watch.seen.values():
+        values.clear()
     state.phase = "save"
     trainer.save_checkpoint(folder / "final.ckpt")
     if trainer.is_global_zero:
@@ -219,18 +213,18 @@ def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: 
         return
     state.phase = "test"
     seen["test"] = kept(trainer.test(module, eval_loader(case), verbose=False))
-    seen["test_outputs"] = list(getattr(watch, "evaluated", []))
+    seen["test_outputs"] = watch.seen["evaluated"]
     if case.loading.eval_kind in ("max_size", "min_size"):
         return  # Lightning predicts from one loader after the other only
     state.phase = "predict"
     seen["predict"] = kept(trainer.predict(module, eval_loader(case)))
 
 
-def _prepare(case: Case, spread: Spread, folder: Path) -> tuple[Any, Any, Any, Tape]:
+def _prepare(case: Case, spread: Spread, folder: Path) -> tuple[Any, Any, Any, Points]:
     """A trainer, a module, and what watches them."""
-    module, watch, tape = make_subject(case), WATCHES[case.watch](), Tape()
-    callbacks = [*(callback(name, folder) for name in case.callbacks), watch]
-    return make_trainer(case, spread, folder, callbacks, tape), module, watch, tape
+    module, watch, points, known = make_subject(case), WATCHES[case.watch](), Points(), callbacks(folder)
+    watches = [*(known[name]() for name in case.callbacks), watch]
+    return make_trainer(case, spread, folder, watches, points), module, watch, points
 
 
 class Data(pl.LightningDataModule):
@@ -267,12 +261,3 @@ def _portable(value: Any, folder: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_portable(item, folder) for item in value]
     return value.replace(folder, "") if isinstance(value, str) else kept(value)
-
-
-def _failure(exc: BaseException, state: _State) -> Failure:
-    num_steps = 0 if state.trainer is None else state.trainer.global_step - state.steps_before
-    frames = traceback.extract_tb(exc.__traceback__)
-    trace = "".join(traceback.format_exception(exc))
-    return Failure(
-        state.phase, type(exc).__name__, str(exc), num_steps, frames[-1].filename if frames else "", trace[-3000:]
-    )

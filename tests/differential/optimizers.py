@@ -12,58 +12,46 @@ from torch.optim import Optimizer
 class Sam(torch.optim.SGD):
     """Sharpness-aware minimisation: a second closure at weights that are moved through `p.data`."""
 
-    inplace = False
-
     def step(self, closure: Any = None) -> Any:
         loss = closure()
         own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         old = [p.data.clone() for p in own]
-        self._move(own)
+        for p in own:
+            self.write(p, p.data + 0.5 * p.grad)
         with torch.enable_grad():
             closure()
-        self._restore(own, old)
+        for p, value in zip(own, old, strict=True):
+            self.write(p, value)
         super().step()
         return loss
 
-    @torch.no_grad()
-    def _move(self, own: list[nn.Parameter]) -> None:
-        for p in own:
-            (p if self.inplace else p.data).add_(p.grad, alpha=0.5)
-
-    @torch.no_grad()
-    def _restore(self, own: list[nn.Parameter], old: list[torch.Tensor]) -> None:
-        for p, value in zip(own, old, strict=True):
-            (p if self.inplace else p.data).copy_(value)
+    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        p.data.copy_(value)
 
 
 class SamInPlace(Sam):
     """The same, writing the parameters themselves under no_grad."""
 
-    inplace = True
+    @torch.no_grad()
+    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        p.copy_(value)
 
 
 class SamAssigned(Sam):
     """The same, putting another tensor in the place of `p.data`."""
 
-    def _move(self, own: list[nn.Parameter]) -> None:
-        for p in own:
-            p.data = p.data + 0.5 * p.grad
-
-    def _restore(self, own: list[nn.Parameter], old: list[torch.Tensor]) -> None:
-        for p, value in zip(own, old, strict=True):
-            p.data = value
+    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        p.data = value
 
 
 class Twice(torch.optim.SGD):
     """Calls the closure twice, with a step of its own in between, as extra-gradient methods do."""
 
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            closure()
-        super().step()
-        with torch.enable_grad():
-            loss = closure()
-        super().step()
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
         return loss
 
 
@@ -129,18 +117,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "lookahead": partial(Lookahead, lr=0.05),
     "odd_closure": partial(NoClosureOnOdd, lr=0.1),
 }
-MANUAL = (
-    "manual",
-    "manual_two",
-    "manual_toggle",
-    "manual_accumulating",
-    "manual_own_clipping",
-    "manual_plain_backward",
-)
+MANUAL = ("manual", "manual_two", "manual_toggle", "manual_accumulating", "manual_own_clipping",
+          "manual_plain_backward")  # fmt: skip
 SPECIAL = ("groups", "groups_late", "half")
-SCHEDULERS = ("none", "step", "epoch", "lambda", "every_two_steps", "plateau_train", "plateau_val", "one_cycle",
-              "cosine",
-              "two", "custom_step")  # fmt: skip
 
 
 def configure(module: Any, optimizer: str, scheduler: str) -> Any:
@@ -159,26 +138,30 @@ def configure(module: Any, optimizer: str, scheduler: str) -> Any:
     if scheduler == "none":
         return made
     if scheduler == "two":
-        return [made], [_scheduler(module, made, "step"), _scheduler(module, made, "epoch")]
+        return [made], [_scheduler(module, made, "two"), _scheduler(module, made, "epoch")]
     return {"optimizer": made, "lr_scheduler": _scheduler(module, made, scheduler)}
 
 
 def _scheduler(module: Any, optimizer: Optimizer, name: str) -> dict[str, Any]:
-    lrs = torch.optim.lr_scheduler
-    plateau = partial(lrs.ReduceLROnPlateau, optimizer, factor=0.5, patience=0, threshold=0.05)
-    return {
-        "step": lambda: {"scheduler": lrs.StepLR(optimizer, 2, 0.5), "interval": "step"},
-        "epoch": lambda: {"scheduler": lrs.ExponentialLR(optimizer, 0.5)},
-        "lambda": lambda: {"scheduler": lrs.LambdaLR(optimizer, lambda e: 1 / (1 + e)), "interval": "step"},
-        "every_two_steps": lambda: {"scheduler": lrs.StepLR(optimizer, 1, 0.5), "interval": "step", "frequency": 2},
-        "plateau_train": lambda: {"scheduler": plateau(), "monitor": "step_loss", "interval": "step"},
-        "plateau_val": lambda: {"scheduler": plateau(), "monitor": "val_monitor"},
-        "one_cycle": lambda: {
-            "scheduler": lrs.OneCycleLR(
-                optimizer, 0.1, max(2, int(module.trainer.estimated_stepping_batches)), cycle_momentum=False
-            ),
-            "interval": "step",
-        },
-        "cosine": lambda: {"scheduler": lrs.CosineAnnealingWarmRestarts(optimizer, 2), "interval": "step"},
-        "custom_step": lambda: {"scheduler": lrs.StepLR(optimizer, 2, 0.5), "interval": "step"},
-    }[name]()
+    make, options = _SCHEDULERS[name]
+    if name == "one_cycle":
+        make = partial(make, total_steps=max(2, int(module.trainer.estimated_stepping_batches)))
+    return {"scheduler": make(optimizer), **options}
+
+
+_lrs = torch.optim.lr_scheduler
+_plateau = partial(_lrs.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.05)
+_by_step = {"interval": "step"}
+_SCHEDULERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "step": (partial(_lrs.StepLR, step_size=2, gamma=0.5), _by_step),
+    "epoch": (partial(_lrs.ExponentialLR, gamma=0.5), {}),
+    "lambda": (partial(_lrs.LambdaLR, lr_lambda=lambda e: 1 / (1 + e)), _by_step),
+    "every_two_steps": (partial(_lrs.StepLR, step_size=1, gamma=0.5), {**_by_step, "frequency": 2}),
+    "plateau_train": (_plateau, {**_by_step, "monitor": "step_loss"}),
+    "plateau_val": (_plateau, {"monitor": "val_monitor"}),
+    "one_cycle": (partial(_lrs.OneCycleLR, max_lr=0.1, cycle_momentum=False), _by_step),
+    "cosine": (partial(_lrs.CosineAnnealingWarmRestarts, T_0=2), _by_step),
+    "two": (partial(_lrs.StepLR, step_size=2, gamma=0.5), _by_step),
+    "custom_step": (partial(_lrs.StepLR, step_size=2, gamma=0.5), _by_step),
+}
+SCHEDULERS = ("none", *_SCHEDULERS)

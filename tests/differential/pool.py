@@ -6,6 +6,7 @@ Lightning leaves `DataLoader.__init__` patched where an exception ended it.
 """
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import sys
@@ -24,19 +25,22 @@ from .cases import Case, Spread
 
 
 class Group:
-    """`size` processes that run the same case together.
+    """`size` processes that run the same jobs together.
 
     Args:
         size: number of processes.
-        timeout_s: seconds that a case may take.
-        function: what the processes call with each job that is sent to them; None: `observe`.
+        function: what the processes call with each job; what it gives has a `failure`, which is false if there is none.
+        timeout_s: seconds that a job may take.
+        grace_s: seconds that the others have after one has failed.
         gpus: whether ranks see the machine's GPUs.
     """
 
     def __init__(
-        self, size: int, timeout_s: float = 30.0, function: Callable[..., Any] | None = None, gpus: bool = False
-    ) -> None:
+        self, size: int, function: Callable[..., Any], timeout_s: float = 30.0, grace_s: float = math.inf,
+        gpus: bool = False,
+    ) -> None:  # fmt: skip
         self.size, self.timeout_s, self.function, self.gpus = size, timeout_s, function, gpus
+        self.grace_s = grace_s
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.store: TCPStore | None = None
@@ -67,29 +71,39 @@ class Group:
             connection.close()
         self.processes, self.connections, self.store = [], [], None
 
-    def run(self, case: Case, spread: Spread) -> list[Any]:
+    def run(self, *job: Any) -> list[Any]:
         """What every process observed; a string for one that hung or ended."""
         if not self.processes:
             self.start()
-        with tempfile.TemporaryDirectory(prefix="differential-") as folder:
-            for connection in self.connections:
-                connection.send((case, spread, folder))
-            deadline = time.monotonic() + self.timeout_s
-            found = [self._receive(connection, deadline, rank) for rank, connection in enumerate(self.connections)]
-        if any(isinstance(one, str) or one.failure is not None for one in found):
+        for connection in self.connections:
+            connection.send(job)
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + self.timeout_s
+        while len(found) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - set(found):
+                if self.connections[rank].poll(0.01) or not self.processes[rank].is_alive():
+                    found[rank] = self._received(rank)
+                    if _failed(found[rank]):
+                        deadline = min(deadline, time.monotonic() + self.grace_s)
+        all_found = [found[rank] if rank in found else f"hung:\n{self._tail(rank)}" for rank in range(self.size)]
+        if any(map(_failed, all_found)):
             self.stop()
-        return found
+        return all_found
 
-    def _receive(self, connection: Connection, deadline: float, rank: int) -> Any:
-        while not connection.poll(0.2):
-            if time.monotonic() > deadline:
-                return "hung:\n" + _tail(self.log / str(rank))
-            if not self.processes[rank].is_alive() and not connection.poll(0):
-                return f"ended with {self.processes[rank].exitcode}:\n" + _tail(self.log / str(rank))
+    def _received(self, rank: int) -> Any:
         try:
-            return connection.recv()
+            return self.connections[rank].recv()
         except EOFError:
-            return "ended:\n" + _tail(self.log / str(rank))
+            self.processes[rank].join(5)
+            return f"ended with {self.processes[rank].exitcode}:\n{self._tail(rank)}"
+
+    def _tail(self, rank: int) -> str:
+        path = self.log / str(rank)
+        return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+
+
+def _failed(one: Any) -> bool:
+    return isinstance(one, str) or bool(one.failure)
 
 
 class Pool:
@@ -99,15 +113,16 @@ class Pool:
         function: see `Group`.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.groups: dict[int, Group] = {}
         self.function = function
 
     def run(self, case: Case, spread: Spread) -> list[Any]:
         size = spread.num_processes
         if size not in self.groups:
-            self.groups[size] = Group(size, function=self.function)
-        return self.groups[size].run(case, spread)
+            self.groups[size] = Group(size, self.function)
+        with tempfile.TemporaryDirectory(prefix="differential-") as folder:
+            return self.groups[size].run(case, spread, folder)
 
     def restart(self) -> None:
         """Replace all processes, so that nothing is left of earlier cases."""
@@ -124,16 +139,13 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _serve(connection: Connection, env: dict[str, str], log: str, function: Callable[..., Any] | None) -> None:
+def _serve(connection: Connection, env: dict[str, str], log: str, function: Callable[..., Any]) -> None:
     os.environ.update(env)
     with open(log, "w", buffering=1) as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
         torch.set_num_threads(1)
         multiprocessing.set_start_method(None, force=True)
-        if function is None:
-            from .observe import observe as function
-
         while True:
             try:
                 job = connection.recv()
@@ -143,7 +155,3 @@ def _serve(connection: Connection, env: dict[str, str], log: str, function: Call
             observed = function(*job)
             faulthandler.cancel_dump_traceback_later()
             connection.send(observed)
-
-
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-3000:] if path.exists() else ""

@@ -42,15 +42,9 @@ def whole(case: Case, spread: Spread) -> Case:
     if dict(spread.options).get("batch_size_is") != "per_device":
         return case
     num, loading = spread.num_processes, case.loading
-    return replace(
-        case,
-        loading=replace(
-            loading,
-            batch_size=loading.batch_size * num,
-            second=(loading.second[0], loading.second[1] * num),
-            eval_batch_size=loading.eval_batch_size * num,
-        ),
-    )
+    sizes = {name: getattr(loading, name) * num for name in ("batch_size", "eval_batch_size")}
+    second = (loading.second[0], loading.second[1] * num)
+    return replace(case, loading=replace(loading, second=second, **sizes))
 
 
 def _as_the_law_says(case: Case, spread: Spread) -> Case:
@@ -109,13 +103,7 @@ def _with_batches_of_ranks(case: Case, spread: Spread) -> Case:
     if dict(spread.options).get("batch_size_is") != "per_device":
         return case
     loading = replace(case.loading, drop_last=False)  # it drops a rank's incomplete batch
-    if loading.kind in (
-        "iterable",
-        "iterable_unsized",
-        "batches",
-        "no_batching",
-        "bucket",
-    ):  # no one device has as many
+    if loading.kind in (*READY, "bucket"):  # no one device has as many
         loading = replace(loading, kind="plain")
     if loading.eval_kind in ("iterable", "batches"):  # whose batches are those of one device
         loading = replace(loading, eval_kind="plain")
@@ -145,28 +133,32 @@ def _with_batches_enough(case: Case, spread: Spread) -> Options:
     options, given = case.options, whole(case, spread)
     trained = num_batches(train_loader(given))
     least = 0 if case.loading.eval_kind == "none" else min(num_batches(eval_loader(given)) or [0])
-    if isinstance(options.limit_val_batches, float) and int(least * options.limit_val_batches) < 1:
+    if _is_nothing(options.limit_val_batches, least):
         options = replace(options, limit_val_batches=None)
     if trained is None:  # Lightning takes no fraction of it
         return replace(options, limit_train_batches=None, val_check_interval=None)
     first = trained[0] if options.overfit_batches == 0 else 1
     num = min(trained) if case.loading.kind == "min_size" else max(trained)
-    if isinstance(options.limit_train_batches, float) and int(min(first, *trained) * options.limit_train_batches) < 1:
+    if _is_nothing(options.limit_train_batches, min(first, *trained)):
         options = replace(options, limit_train_batches=None)
     num = 1 if options.overfit_batches else num
     limit: Any = options.limit_train_batches
     num = num if limit is None else int(num * limit) if isinstance(limit, float) else min(num, limit)
     every: Any = options.val_check_interval
-    if every is not None and (every > num if isinstance(every, int) else int(num * every) < 1):
+    if _is_nothing(every, num) or (isinstance(every, int) and every > num):
         options = replace(options, val_check_interval=None)
     return options
 
 
+def _is_nothing(fraction: Any, num: int) -> bool:
+    """Whether a limit is a fraction of less than one batch."""
+    return isinstance(fraction, float) and int(num * fraction) < 1
+
+
 def _with_loaders(case: Case) -> Case:
     """Loaders for what runs before the training."""
-    if case.before in ("test", "predict") and case.loading.given_by == "module":
-        return replace(case, before="validate")
-    if case.before == "predict" and is_paired(case.loading, False):
+    given_late = case.before in ("test", "predict") and case.loading.given_by == "module"
+    if given_late or (case.before == "predict" and is_paired(case.loading, False)):
         return replace(case, before="validate")
     return case
 

@@ -1,6 +1,7 @@
 """The module of a case."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -28,15 +29,11 @@ HOOKS = ("none", "init_features", "each_step", "first_step", "changes_output", "
          "removed_later", "on_submodule_of_children")  # fmt: skip
 
 
-class Residual(nn.Module):
+class Residual(nn.Linear):
     """A block that adds what it was given."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
+        return x + torch.tanh(super().forward(x))
 
 
 def make_net(kind: str) -> nn.Sequential:
@@ -50,7 +47,7 @@ def make_net(kind: str) -> nn.Sequential:
         "norm": [nn.LayerNorm(8), nn.Linear(8, 8), nn.GroupNorm(2, 8)],
         "deep": [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Softplus()],
         "nested": [nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))],
-        "residual": [Residual(), Residual()],
+        "residual": [Residual(8, 8), Residual(8, 8)],
     }[kind]
     net = nn.Sequential(first, nn.Tanh(), *inner, last)
     if kind == "tied":
@@ -63,16 +60,15 @@ class Subject(pl.LightningModule):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.case = case
-        self.peculiar = case.net.peculiar
+        self.case, self.peculiar = case, case.net.peculiar
         if "hparams" in self.peculiar:
             self.save_hyperparameters({"batch_size": case.loading.batch_size})
         self.automatic_optimization = case.optimization.optimizer not in MANUAL
         if "configure_model" not in self.peculiar:
             self.make_layers()
-        self.train_metrics = make_metrics([log.value for log in case.logs if log.where == "train"])
-        self.eval_metrics = make_metrics([log.value for log in case.logs if log.where == "eval"])
-        self.test_metrics = copy.deepcopy(self.eval_metrics)
+        self.logs = {where: [log for log in case.logs if log.where == where] for where in ("train", "eval")}
+        self.train_metrics, self.val_metrics = (make_metrics(self.logs[where]) for where in ("train", "eval"))
+        self.test_metrics = copy.deepcopy(self.val_metrics)
         if "tracker" in self.peculiar:
             self.tracker = make_tracker()
         self.count = 0
@@ -86,8 +82,8 @@ class Subject(pl.LightningModule):
             self.make_layers()
 
     def make_layers(self) -> None:
-        peculiar, net = self.case.net.peculiar, make_net(self.case.net.kind)
-        self.net = net
+        peculiar = self.peculiar
+        self.net = net = make_net(self.case.net.kind)
         if "frozen" in peculiar or "frees" in peculiar:
             net[0].requires_grad_(False)
         if "weight_norm" in peculiar:
@@ -114,16 +110,14 @@ class Subject(pl.LightningModule):
             net[0].weight.register_hook(lambda grad: grad * 2)
         self.register_hooks()
 
-    # ---- hooks
-
     def register_hooks(self) -> None:
         """Those that are there from the start."""
         kind, layer = self.case.net.hooks, self.net[0]
         if kind == "init_features":
-            layer.register_forward_hook(self.keep)
+            layer.register_forward_hook(lambda module, args, output: self.keep(output))
         if kind == "on_submodule_of_children":
             for child in self.net.children():
-                child.register_forward_hook(self.keep_small)
+                child.register_forward_hook(lambda module, args, output: self.keep(output.mean(1, keepdim=True)))
         if kind == "changes_output":
             layer.register_forward_hook(lambda module, args, output: output * 2)
         if kind == "pre":
@@ -139,11 +133,8 @@ class Subject(pl.LightningModule):
             layer.register_forward_hook(lambda module, args, output: output.sin(), always_call=True, prepend=True)
             layer.register_forward_hook(lambda module, args, output: output * 3)
 
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep(self, output: Tensor) -> None:
         self.features.append(output)
-
-    def keep_small(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.features.append(output.mean(1, keepdim=True))
 
     def begin_features(self) -> None:
         kind = self.case.net.hooks
@@ -152,18 +143,14 @@ class Subject(pl.LightningModule):
             own = self.features
             self.handle = self.net[0].register_forward_hook(lambda module, args, output: own.append(output))
         if kind in ("first_step", "removed_later") and self.handle is None:
-            self.handle = self.net[0].register_forward_hook(lambda module, args, output: self.features.append(output))
+            self.handle = self.net[0].register_forward_hook(lambda module, args, output: self.keep(output))
 
-    def end_features(self) -> Tensor | float:
+    def end_features(self) -> Tensor | int:
         if self.case.net.hooks == "each_step":
             self.handle.remove()
-        found: Tensor | float = 0.0
-        for feature in self.features:
-            found = found + feature.square().mean(1)
+        found = sum(feature.square().mean(1) for feature in self.features)
         self.features = []
         return found
-
-    # ---- the arithmetic
 
     def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
         if "checkpointing" in self.peculiar and self.training:
@@ -197,18 +184,16 @@ class Subject(pl.LightningModule):
             losses = losses + 0.3 * term("boxes", fields["boxes"], logits, self.net)
         return logits, y, losses + self.peculiar_losses(x, y, logits, losses, batch_idx)
 
-    def peculiar_losses(self, x: Tensor, y: Tensor, logits: Tensor, losses: Tensor, batch_idx: int) -> Tensor | float:
+    def peculiar_losses(self, x: Tensor, y: Tensor, logits: Tensor, losses: Tensor, batch_idx: int) -> Tensor:
         peculiar, more = self.peculiar, 0.0 * losses
         if "teacher" in peculiar:
             more = more + (logits - self.teacher(x)).square().mean(1)
-        if "hook_counter" in peculiar:
-            more = more + losses * 0.1 * self.count
-        if "schedule" in peculiar:
-            more = more + losses * 0.1 * self.current_epoch
-        if "global_step" in peculiar:
-            more = more + losses * 0.1 * self.trainer.global_step
-        if "batch_idx_in_loss" in peculiar:
-            more = more + losses * 0.1 * batch_idx
+        numbers = {
+            "hook_counter": self.count, "schedule": self.current_epoch, "global_step": self.trainer.global_step,
+            "batch_idx_in_loss": batch_idx,
+        }  # fmt: skip
+        for number in [number for name, number in numbers.items() if name in peculiar]:
+            more = more + losses * 0.1 * number
         if "grad_penalty" in peculiar and torch.is_grad_enabled():
             grads = torch.autograd.grad(logits.sum(), x, create_graph=True)[0]
             more = more + grads.square().sum(1)
@@ -230,8 +215,6 @@ class Subject(pl.LightningModule):
             more = more + self.last_logits.square().mean(1) * losses
         return more
 
-    # ---- steps
-
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
         if "skips_a_batch" in self.peculiar and batch_idx == 1:
             return None
@@ -243,13 +226,12 @@ class Subject(pl.LightningModule):
         for _, _, more in parts[1:]:
             loss = loss + more.mean()
         self.log("step_loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True, batch_size=len(y))
-        if "logs_twice" in self.peculiar:
-            self.log("twice", losses.mean(), on_step=False, on_epoch=True, sync_dist=True)
-            self.log("twice", losses.mean() * 2, on_step=False, on_epoch=True, sync_dist=True)
-        self.log_all("train", self.train_metrics, logits, y, losses)
+        for factor in (1, 2) if "logs_twice" in self.peculiar else ():
+            self.log("twice", losses.mean() * factor, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_all("train", logits, y, losses)
         if "collects_train_losses" in self.peculiar:
             self.collected.append(losses.detach())
-        return self.step_output(loss, logits, y, losses)
+        return TRAIN_OUTPUTS[self.case.returns.train](loss, logits, y, losses.detach())
 
     def parts(self, batch: Any, batch_idx: int, training: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What `losses` gives, for each of several loaders."""
@@ -266,29 +248,13 @@ class Subject(pl.LightningModule):
         weights = 1.0 + y
         return (losses * weights).sum() / weights.sum()
 
-    def step_output(self, loss: Tensor, logits: Tensor, y: Tensor, losses: Tensor) -> Any:
-        detached = losses.detach()
-        return {
-            "tensor": lambda: loss,
-            "sum": lambda: loss,
-            "dict": lambda: {"loss": loss},
-            "extra": lambda: {"loss": loss, "mean": detached.mean(), "square": detached.square().mean()},
-            "ints": lambda: {"loss": loss, "n": len(y), "correct": int((logits.argmax(1) == y).sum())},
-            "logits": lambda: {"loss": loss, "logits": logits.detach()},
-            "texts": lambda: {"loss": loss, "note": "a", "none": None, "flag": True},
-            "lists": lambda: {"loss": loss, "per_sample": detached.tolist(), "targets": list(y)},
-            "weight": lambda: {"loss": loss, "loss_weight": (1.0 + y).sum()},
-            "weight_int": lambda: {"loss": loss, "loss_weight": int((1 + y).sum())},
-            "weight_float": lambda: {"loss": loss, "loss_weight": float((1 + y).sum())},
-        }[self.case.returns.train]()
-
     def manual_step(self, parts: Any, batch_idx: int) -> None:
         """One backward pass and one step per optimizer."""
         kind, found = self.case.optimization.optimizer, self.optimizers()
         optimizers = found if isinstance(found, list) else [found]
         logits, y, losses = parts[0]
         loss = losses.mean()
-        self.log_all("train", self.train_metrics, logits, y, losses)
+        self.log_all("train", logits, y, losses)
         if kind == "manual_accumulating":
             self.manual_backward(loss / 2)
             if batch_idx % 2:
@@ -314,69 +280,36 @@ class Subject(pl.LightningModule):
             optimizer.step()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return self.evaluate(batch, batch_idx, "val", self.eval_metrics)
+        return self.evaluate(batch, batch_idx, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return self.evaluate(batch, batch_idx, "test", self.test_metrics)
+        return self.evaluate(batch, batch_idx, "test")
 
-    def evaluate(self, batch: Any, batch_idx: int, name: str, metrics: nn.ModuleList) -> Any:
+    def evaluate(self, batch: Any, batch_idx: int, name: str) -> Any:
         found = self.parts(batch, batch_idx, False)
         logits, y, losses = found[0] if len(found) == 1 else [torch.cat(one) for one in zip(*found, strict=True)]
         self.log(f"{name}_monitor", losses.mean(), sync_dist=True, batch_size=len(y))
-        self.log_all(name, metrics, logits, y, losses)
+        self.log_all(name, logits, y, losses)
         if "tracker" in self.peculiar and name == "val":
             self.tracker.update(logits.softmax(-1), y)
         if "collects_predictions" in self.peculiar:
             self.collected.append(logits.argmax(1) == y)
         if "collects_losses" in self.peculiar:
             self.collected.append(losses.mean())
-        return {
-            "none": lambda: None,
-            "mean": lambda: losses.mean(),
-            "losses": lambda: losses,
-            "dict": lambda: {"logits": logits, "y": y, "loss": losses.mean()},
-            "ints": lambda: {"n": len(y), "correct": int((logits.argmax(1) == y).sum())},
-            "list": lambda: list(logits),
-            "list_of_rows": lambda: [row[: 1 + int(c) % 2] for row, c in zip(logits, y, strict=True)],
-            "python_list": lambda: losses.tolist(),
-            "strings": lambda: {"names": [str(int(one)) for one in y], "kind": "abc"},
-            "sum": lambda: {"total": losses.sum()},
-            "confusion": lambda: torch.nn.functional.one_hot(y, 3).sum(0),
-            "gram": lambda: logits.T @ logits,
-            "empty": dict,
-        }[self.case.returns.evaluation]()
+        return EVAL_OUTPUTS[self.case.returns.evaluation](logits, y, losses)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        found = self.parts(batch, batch_idx, False)
-        logits = torch.cat([one[0] for one in found])
-        classes = logits.argmax(1)
-        return {
-            "tensor": lambda: logits,
-            "tuple": lambda: (logits, classes),
-            "dict": lambda: {"logits": logits, "classes": classes},
-            "list": lambda: list(logits),
-            "tuple_of_rows": lambda: tuple(logits),
-            "pair": lambda: [logits, logits * 2],
-            "strings": lambda: [f"class {int(one)}" for one in classes],
-            "python_list": lambda: classes.tolist(),
-            "numpy": lambda: logits.cpu().numpy(),
-            "none": lambda: None,
-            "mean": lambda: logits.mean(),
-            "mean_vector": lambda: logits.mean(0),
-            "ragged": lambda: [row[: 1 + int(c)] for row, c in zip(logits, classes, strict=True)],
-            "dicts": lambda: [{"row": row, "class": int(c)} for row, c in zip(logits, classes, strict=True)],
-            "nested": lambda: {"a": [logits, {"b": classes}], "n": len(logits)},
-            "bool": lambda: bool((classes == 0).any()),
-            "constant": lambda: (torch.tensor([0.1, 0.2, 0.7]), logits),
-            "time_first": lambda: logits.T.contiguous(),
-        }[self.case.returns.predict]()
+        logits = torch.cat([one[0] for one in self.parts(batch, batch_idx, False)])
+        return PREDICTIONS[self.case.returns.predict](logits, logits.argmax(1))
 
-    # ---- logging
+    def log_all(self, stage: str, logits: Tensor, y: Tensor, losses: Tensor) -> None:
+        for name, log, metric in self.logged(stage):
+            self.log_one(name, log, metric, logits.detach(), y, losses.detach())
 
-    def log_all(self, stage: str, metrics: nn.ModuleList, logits: Tensor, y: Tensor, losses: Tensor) -> None:
-        where = "train" if stage == "train" else "eval"
-        for i, log in enumerate(one for one in self.case.logs if one.where == where):
-            self.log_one(f"{stage}_{i}_{log.value}", log, metrics[i], logits.detach(), y, losses.detach())
+    def logged(self, stage: str) -> list[tuple[str, Log, Any]]:
+        """Name, call and metric of each call of `self.log` in a stage."""
+        logs = enumerate(self.logs["train" if stage == "train" else "eval"])
+        return [(f"{stage}_{i}_{log.value}", log, getattr(self, f"{stage}_metrics")[i]) for i, log in logs]
 
     def log_one(self, name: str, log: Log, metric: Any, logits: Tensor, y: Tensor, losses: Tensor) -> None:
         options: dict[str, Any] = {
@@ -398,41 +331,20 @@ class Subject(pl.LightningModule):
                 self.log_dict(value, **options)
                 return
         else:
-            value, reduce_fx = self.logged_value(log.value, logits, y, losses)
-            options["reduce_fx"] = reduce_fx
+            value, options["reduce_fx"] = LOGGED[log.value](self, logits, y, losses)
         if log.as_dict:
             self.log_dict({name: value, f"{name}_again": value}, **options)
         else:
             self.log(name, value, **options)
 
-    def logged_value(self, kind: str, logits: Tensor, y: Tensor, losses: Tensor) -> tuple[Any, str]:
-        return {
-            "loss": lambda: (losses.mean(), "mean"),
-            "hits": lambda: ((logits.argmax(1) == y).to(losses.dtype).mean(), "mean"),
-            "sum": lambda: (losses.sum(), "sum"),
-            "n": lambda: (float(len(y)), "sum"),
-            "n_int": lambda: (len(y), "sum"),
-            "max": lambda: (losses.max(), "max"),
-            "min": lambda: (losses.min(), "min"),
-            "constant": lambda: (3.0, "mean"),
-            "int": lambda: (3, "mean"),
-            "constant_sum": lambda: (torch.tensor(2.0), "sum"),
-            "epoch": lambda: (float(self.current_epoch), "mean"),
-            "vector": lambda: (losses.mean().reshape(1), "mean"),
-            "weight_norm": lambda: (self.net[-1].weight.detach().norm(), "mean"),
-        }[kind]()
-
-    def log_at_end(self, stage: str, metrics: nn.ModuleList) -> None:
-        where = "train" if stage == "train" else "eval"
-        for i, log in enumerate(one for one in self.case.logs if one.where == where):
+    def log_at_end(self, stage: str) -> None:
+        for name, log, metric in self.logged(stage):
             if log.value not in METRICS or log.style not in ("epoch_end", "epoch_start_reset"):
                 continue
-            value = metrics[i].compute()
-            values = value if isinstance(value, dict) else {f"{stage}_{i}_{log.value}": value}
+            value = metric.compute()
+            values = value if isinstance(value, dict) else {name: value}
             self.log_dict({f"{key}_end": one for key, one in values.items()})
-            metrics[i].reset()
-
-    # ---- Lightning's hooks
+            metric.reset()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.count += 1
@@ -458,7 +370,7 @@ class Subject(pl.LightningModule):
             self.collected = []
 
     def on_train_epoch_end(self) -> None:
-        self.log_at_end("train", self.train_metrics)
+        self.log_at_end("train")
         if "collects_train_losses" in self.peculiar and self.collected:
             self.log("collected", torch.cat(self.collected).mean())
 
@@ -478,37 +390,81 @@ class Subject(pl.LightningModule):
             self.log_dict({f"tracked_{key}": one for key, one in self.tracker.compute().items()})
             best = self.tracker.best_metric()
             self.log_dict({f"best_{key}": one for key, one in best.items() if one is not None})
-        self.log_at_end("val", self.eval_metrics)
+        self.log_at_end("val")
         if "collects_predictions" in self.peculiar:
             self.log("val_collected", torch.cat(self.collected).to(self.net[0].bias.dtype).mean())
         if "collects_losses" in self.peculiar:
             self.log("val_collected_loss", torch.stack(self.collected).mean())
 
     def on_test_epoch_end(self) -> None:
-        self.log_at_end("test", self.test_metrics)
+        self.log_at_end("test")
 
     def configure_optimizers(self) -> Any:
         return configure(self, self.case.optimization.optimizer, self.case.optimization.scheduler)
 
 
-def make_subject(case: Case) -> Subject:
-    """The module, with only those hooks overridden that the case asks for: the lean loop leaves out the others."""
-    extra: dict[str, Any] = {}
-    if "edits_gradients" in case.net.peculiar:
-        extra["on_after_backward"] = _halve_gradients
-    if "own_clipping" in case.net.peculiar:
-        extra["configure_gradient_clipping"] = _clip
-    if "own_optimizer_step" in case.net.peculiar:
-        extra["optimizer_step"] = _step_of_optimizer
-    if "own_transfer" in case.net.peculiar:
-        extra["transfer_batch_to_device"] = _transfer
-    if "moves_batch" in case.net.peculiar:
-        extra["on_after_batch_transfer"] = _after_transfer
-    if "no_batch_idx" in case.net.peculiar:
-        extra["training_step"] = _step_without_index
-    if case.optimization.scheduler == "custom_step":
-        extra["lr_scheduler_step"] = _step_of_scheduler
-    return type("Subject", (Subject,), extra)(case)
+TRAIN_OUTPUTS: dict[str, Callable[..., Any]] = {
+    "tensor": lambda loss, logits, y, losses: loss,
+    "dict": lambda loss, logits, y, losses: {"loss": loss},
+    "extra": lambda loss, logits, y, losses: {"loss": loss, "mean": losses.mean(), "square": losses.square().mean()},
+    "ints": lambda loss, logits, y, losses: {"loss": loss, "n": len(y), "correct": int((logits.argmax(1) == y).sum())},
+    "logits": lambda loss, logits, y, losses: {"loss": loss, "logits": logits.detach()},
+    "texts": lambda loss, logits, y, losses: {"loss": loss, "note": "a", "none": None, "flag": True},
+    "lists": lambda loss, logits, y, losses: {"loss": loss, "per_sample": losses.tolist(), "targets": list(y)},
+    "weight": lambda loss, logits, y, losses: {"loss": loss, "loss_weight": (1.0 + y).sum()},
+    "weight_int": lambda loss, logits, y, losses: {"loss": loss, "loss_weight": int((1 + y).sum())},
+    "weight_float": lambda loss, logits, y, losses: {"loss": loss, "loss_weight": float((1 + y).sum())},
+    "sum": lambda loss, logits, y, losses: loss,
+}
+EVAL_OUTPUTS: dict[str, Callable[..., Any]] = {
+    "none": lambda logits, y, losses: None,
+    "mean": lambda logits, y, losses: losses.mean(),
+    "losses": lambda logits, y, losses: losses,
+    "dict": lambda logits, y, losses: {"logits": logits, "y": y, "loss": losses.mean()},
+    "ints": lambda logits, y, losses: {"n": len(y), "correct": int((logits.argmax(1) == y).sum())},
+    "list": lambda logits, y, losses: list(logits),
+    "list_of_rows": lambda logits, y, losses: [row[: 1 + int(c) % 2] for row, c in zip(logits, y, strict=True)],
+    "python_list": lambda logits, y, losses: losses.tolist(),
+    "strings": lambda logits, y, losses: {"names": [str(int(one)) for one in y], "kind": "abc"},
+    "sum": lambda logits, y, losses: {"total": losses.sum()},
+    "confusion": lambda logits, y, losses: torch.nn.functional.one_hot(y, 3).sum(0),
+    "gram": lambda logits, y, losses: logits.T @ logits,
+    "empty": lambda logits, y, losses: {},
+}
+PREDICTIONS: dict[str, Callable[..., Any]] = {
+    "tensor": lambda logits, classes: logits,
+    "tuple": lambda logits, classes: (logits, classes),
+    "dict": lambda logits, classes: {"logits": logits, "classes": classes},
+    "list": lambda logits, classes: list(logits),
+    "tuple_of_rows": lambda logits, classes: tuple(logits),
+    "pair": lambda logits, classes: [logits, logits * 2],
+    "strings": lambda logits, classes: [f"class {int(one)}" for one in classes],
+    "python_list": lambda logits, classes: classes.tolist(),
+    "numpy": lambda logits, classes: logits.cpu().numpy(),
+    "none": lambda logits, classes: None,
+    "mean": lambda logits, classes: logits.mean(),
+    "mean_vector": lambda logits, classes: logits.mean(0),
+    "ragged": lambda logits, classes: [row[: 1 + int(c)] for row, c in zip(logits, classes, strict=True)],
+    "dicts": lambda logits, classes: [{"row": row, "class": int(c)} for row, c in zip(logits, classes, strict=True)],
+    "nested": lambda logits, classes: {"a": [logits, {"b": classes}], "n": len(logits)},
+    "bool": lambda logits, classes: bool((classes == 0).any()),
+    "constant": lambda logits, classes: (torch.tensor([0.1, 0.2, 0.7]), logits),
+    "time_first": lambda logits, classes: logits.T.contiguous(),
+}
+LOGGED: dict[str, Callable[..., tuple[Any, str]]] = {
+    "loss": lambda module, logits, y, losses: (losses.mean(), "mean"),
+    "hits": lambda module, logits, y, losses: ((logits.argmax(1) == y).to(losses.dtype).mean(), "mean"),
+    "sum": lambda module, logits, y, losses: (losses.sum(), "sum"),
+    "n": lambda module, logits, y, losses: (float(len(y)), "sum"),
+    "n_int": lambda module, logits, y, losses: (len(y), "sum"),
+    "max": lambda module, logits, y, losses: (losses.max(), "max"),
+    "min": lambda module, logits, y, losses: (losses.min(), "min"),
+    "constant": lambda module, logits, y, losses: (3.0, "mean"),
+    "int": lambda module, logits, y, losses: (3, "mean"),
+    "epoch": lambda module, logits, y, losses: (float(module.current_epoch), "mean"),
+    "vector": lambda module, logits, y, losses: (losses.mean().reshape(1), "mean"),
+    "weight_norm": lambda module, logits, y, losses: (module.net[-1].weight.detach().norm(), "mean"),
+}
 
 
 def _halve_gradients(self: Subject) -> None:
@@ -527,17 +483,22 @@ def _step_of_optimizer(self: Subject, epoch: int, batch_idx: int, optimizer: Any
     optimizer.step(closure=closure)
 
 
-def _step_of_scheduler(self: Subject, scheduler: Any, metric: Any) -> None:
-    scheduler.step()
-
-
 def _transfer(self: Subject, batch: Any, device: Any, dataloader_idx: int) -> Any:
     return pl.LightningModule.transfer_batch_to_device(self, batch, device, dataloader_idx)
 
 
-def _after_transfer(self: Subject, batch: Any, dataloader_idx: int) -> Any:
-    return batch
+OVERRIDES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "edits_gradients": ("on_after_backward", _halve_gradients),
+    "own_clipping": ("configure_gradient_clipping", _clip),
+    "own_optimizer_step": ("optimizer_step", _step_of_optimizer),
+    "own_transfer": ("transfer_batch_to_device", _transfer),
+    "moves_batch": ("on_after_batch_transfer", lambda self, batch, dataloader_idx: batch),
+    "no_batch_idx": ("training_step", lambda self, batch: Subject.training_step(self, batch, 0)),
+    "custom_step": ("lr_scheduler_step", lambda self, scheduler, metric: scheduler.step()),
+}
 
 
-def _step_without_index(self: Subject, batch: Any) -> Any:
-    return Subject.training_step(self, batch, 0)
+def make_subject(case: Case) -> Subject:
+    """The module, with only those hooks overridden that the case asks for: the lean loop leaves out the others."""
+    wanted = (*case.net.peculiar, case.optimization.scheduler)
+    return type("Subject", (Subject,), dict(OVERRIDES[name] for name in wanted if name in OVERRIDES))(case)

@@ -49,17 +49,21 @@ def show(request: pytest.FixtureRequest, text: str) -> None:
             terminal.write_line(f"\n{text}")
 
 
+def hold(case: Case, spread: Spread, hunt: Hunt) -> None:
+    case = settled(case, spread)
+    verdict = hunt.judge(case, spread)
+    if not verdict.accepted:
+        case, verdict = hunt.reduce(case, spread, verdict, seconds=30)
+    assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", FAST)
 def test_a_drawn_training_equals_one_device_or_is_refused(kind: str, hunt: Hunt) -> None:
     @settings(max_examples=FAST[kind], derandomize=True, phases=[Phase.generate], **COMMON)
     @given(case=CASES, spread=SPREADS[kind])
     def holds(case: Case, spread: Spread) -> None:
-        case = settled(case, spread)
-        verdict = hunt.judge(case, spread)
-        if not verdict.accepted:
-            case, verdict = hunt.reduce(case, spread, verdict, seconds=30)
-        assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+        hold(case, spread, hunt)
 
     holds()
 
@@ -74,15 +78,12 @@ def movable(case: Case) -> Case:
     goes back to the first weights there (on a CPU these are the trained ones' own memory). torch unties parameters that
     it moves to a device of other makers.
     """
-    batches = replace(
-        case.batches,
-        shape="tuple" if case.batches.shape == "namespace" else case.batches.shape,
-        extras=tuple(extra for extra in case.batches.extras if extra not in ("deque", "ndarray")),
-    )
+    shape = "tuple" if case.batches.shape == "namespace" else case.batches.shape
+    extras = tuple(extra for extra in case.batches.extras if extra not in ("deque", "ndarray"))
     kept = tuple(name for name in case.net.peculiar if name not in ("configure_model", "own_transfer", "moves_batch"))
     callbacks = tuple(name for name in case.callbacks if not name.startswith("pruning"))
     net = replace(case.net, peculiar=kept, kind="deep" if case.net.kind == "tied" else case.net.kind)
-    return replace(case, batches=batches, net=net, callbacks=callbacks)
+    return replace(case, batches=replace(case.batches, shape=shape, extras=extras), net=net, callbacks=callbacks)
 
 
 @needs_late_device
@@ -96,9 +97,7 @@ def test_a_drawn_training_on_late_devices_equals_one_cpu_or_is_refused(kind: str
     @settings(max_examples=ON_LATE_DEVICES[kind], phases=[Phase.generate], **COMMON)
     @given(case=CASES, spread=SPREADS[kind])
     def holds(case: Case, spread: Spread) -> None:
-        case = settled(movable(case), spread)
-        verdict = hunt.judge(case, spread)
-        assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+        hold(movable(case), spread, hunt)
 
     try:
         holds()
@@ -106,160 +105,107 @@ def test_a_drawn_training_on_late_devices_equals_one_cpu_or_is_refused(kind: str
         hunt.pool.restart()
 
 
-@pytest.mark.timeout(200)
-def test_callbacks_read_values_of_all_ranks_in_the_first_step_after_a_restart(hunt: Hunt) -> None:
-    """Lightning's loop, which runs this step, called `on_train_batch_end` before the ranks had met."""
-    spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6)))
-    verdict = hunt.judge(Case(options=Options(max_steps=3), resume_after=1), spread)
-    assert verdict.word == "equal", verdict.reason
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("case", "global_view"),
-    [
-        # a rank of a global view looked for a state of its own, where there is one of one rank
-        (Case(options=Options(max_steps=3), resume_after=1), True),
-        # the first rank alone gathered the rows that a metric keeps, to save them, and waited for the other
-        (Case(logs=(Log(value="auroc"),), options=Options(max_epochs=1), resume_after=1), True),
-        # a kernel read lengths of a packed sequence, of which the rank had a part
-        (Case(batches=Batches(extras=("packed",))), True),
-        # the batches of the shorter one of two loaders were counted on beyond its end
-        (Case(loading=Loading(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2)), False),
-        # batches evaluated side by side of which ranks have other fractions were refused
-        (Case(loading=Loading(eval_kind="max_size", eval_num=9, eval_batch_size=4)), False),
-        # a stream's tensor whose samples are in dimension 1 failed in the module
-        (Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")), False),
-        # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
-        (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable")), False),
-        # experts that the samples choose were refused, one step late where the first batch shows all
-        (Case(loading=Loading(kind="max_size_cycle", num=5, batch_size=2), net=Net(peculiar=("experts",))), False),
-        # a value that only the other rank had logged was logged here with other arguments
-        (Case(loading=Loading(kind="dict", second=(5, 3), eval_num=1), before="test"), False),
-        # an empty loader that is made again drew a seed more, so that the next module began with other weights
-        (
-            Case(
-                loading=Loading(num=1, drop_last=True),
-                options=Options(reload_dataloaders_every_n_epochs=1),
-                before="validate",
-                resume_after=1,
-            ),
-            False,
+GLOBAL = (("batch_size_is", "global"), ("timeout_s", 6))
+DDP, REPLICAS = Spread("ddp", 2, GLOBAL), Spread("ddp", 4, (*GLOBAL, ("devices_per_process", 2)))
+VIEW, UNEVEN = Spread("ddp", 2, (*GLOBAL, ("global_view", True))), Spread("balanced_dp", 3, (("weights", (1, 2, 2)),))
+FSDP = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
+TOGGLED, CONSTANT = Optimization(optimizer="manual_toggle"), (Log(where="eval", batch_size="constant"),)
+FOUND: dict[str, tuple[Spread, Case]] = {
+    # callbacks of Lightning's loop, which runs this step, read values before the ranks had met
+    "resumed": (DDP, Case(options=Options(max_steps=3), resume_after=1)),
+    # a rank of a global view looked for a state of its own, where there is one of one rank
+    "resumed whole": (VIEW, Case(options=Options(max_steps=3), resume_after=1)),
+    # the first rank alone gathered the rows that a metric keeps, to save them, and waited for the other
+    "saved rows": (VIEW, Case(logs=(Log(value="auroc"),), options=Options(max_epochs=1), resume_after=1)),
+    # a kernel read lengths of a packed sequence, of which the rank had a part
+    "packed": (VIEW, Case(batches=Batches(extras=("packed",)))),
+    # the batches of the shorter one of two loaders were counted on beyond its end
+    "a shorter loader": (
+        DDP, Case(loading=Loading(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2))
+    ),
+    # batches evaluated side by side of which ranks have other fractions were refused
+    "unequal loaders": (DDP, Case(loading=Loading(eval_kind="max_size", eval_num=9, eval_batch_size=4))),
+    # a stream's tensor whose samples are in dimension 1 failed in the module
+    "time first": (DDP, Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable"))),
+    # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
+    "flat": (DDP, Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable"))),
+    # experts that the samples choose were refused, one step late where the first batch shows all
+    "experts": (
+        DDP, Case(loading=Loading(kind="max_size_cycle", num=5, batch_size=2), net=Net(peculiar=("experts",)))
+    ),
+    # a value that only the other rank had logged was logged here with other arguments
+    "one rank alone": (DDP, Case(loading=Loading(kind="dict", second=(5, 3), eval_num=1), before="test")),
+    # an empty loader that is made again drew a seed more, so that the next module began with other weights
+    "an empty loader": (
+        DDP,
+        Case(
+            loading=Loading(num=1, drop_last=True), options=Options(reload_dataloaders_every_n_epochs=1),
+            before="validate", resume_after=1,
         ),
-        (Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1), False),
-        # values by step waited for ranks that were there in the sanity check, but in no validation after it
-        (
-            Case(
-                batches=Batches(extras=("one",)),
-                loading=Loading(kind="iterable"),
-                logs=(Log(where="eval", on_step=True),),
-                options=Options(num_sanity_val_steps=2),
-                after="fit",
-            ),
-            False,
+    ),
+    "an empty stream": (
+        DDP, Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1)
+    ),
+    # values by step waited for ranks that were there in the sanity check, but in no validation after it
+    "whole after the sanity check": (
+        DDP,
+        Case(
+            batches=Batches(extras=("one",)), loading=Loading(kind="iterable"), after="fit",
+            logs=(Log(where="eval", on_step=True),), options=Options(num_sanity_val_steps=2),
         ),
-        # of a step that is called twice only the last call's values were exchanged
-        (Case(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice")), False),
-        # pruning was given the weights after an evaluation of averaged ones, not those
-        (Case(callbacks=("averaging", "pruning_global")), False),
-    ],
-    ids=[
-        "resumed",
-        "saved rows",
-        "packed",
-        "a shorter loader",
-        "unequal loaders",
-        "time first",
-        "flat",
-        "experts",
-        "one rank alone",
-        "an empty loader",
-        "an empty stream",
-        "whole after the sanity check",
-        "twice",
-        "pruned average",
-    ],
-)
-def test_what_draws_have_found_wrong_under_ddp(case: Case, global_view: bool, hunt: Hunt) -> None:
-    more = (("global_view", True),) * global_view
-    spread = Spread("ddp", 2, (("batch_size_is", "global"), ("timeout_s", 6), *more))
-    verdict = hunt.judge(case, spread)
-    assert verdict.word == "equal", verdict.reason
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "case",
-    [
-        # the second of two loaders read side by side was joined after each part's first
-        Case(loading=Loading(eval_kind="min_size"), returns=Returns(evaluation="list")),
-        # of a stream nothing was compared: its parts failed in the module
-        Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable")),
+    ),
+    # of a step that is called twice only the last call's values were exchanged
+    "twice": (DDP, Case(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice"))),
+    # pruning was given the weights after an evaluation of averaged ones, not those
+    "pruned average": (DDP, Case(callbacks=("averaging", "pruning_global"))),
+    # the second of two loaders read side by side was joined after each part's first
+    "side by side": (UNEVEN, Case(loading=Loading(eval_kind="min_size"), returns=Returns(evaluation="list"))),
+    # of a stream nothing was compared: its parts failed in the module
+    "uneven time first": (
+        UNEVEN, Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable"))
+    ),
+    "uneven class weights": (
+        UNEVEN,
         Case(batches=Batches(extras=("class_weights",)), loading=Loading(eval_kind="iterable", eval_batch_size=3)),
-        Case(batches=Batches(shape="pairs"), loading=Loading(eval_kind="batches", eval_batch_size=3)),
-        # whole numbers were refused
-        Case(returns=Returns(evaluation="ints")),
-    ],
-    ids=["side by side", "time first", "class weights", "pairs", "whole numbers"],
-)
-def test_what_draws_have_found_wrong_in_evaluations_under_balanced_dp(case: Case, hunt: Hunt) -> None:
-    verdict = hunt.judge(case, Spread("balanced_dp", 3, (("weights", (1, 2, 2)),)))
-    assert verdict.word == "equal", verdict.reason
+    ),
+    "uneven pairs": (
+        UNEVEN, Case(batches=Batches(shape="pairs"), loading=Loading(eval_kind="batches", eval_batch_size=3))
+    ),
+    # whole numbers were refused
+    "whole numbers": (UNEVEN, Case(returns=Returns(evaluation="ints"))),
+    # a first chunk that is larger than an even share was refused, of what dp trains rightly
+    "a larger chunk": (Spread("balanced_dp", 3, (("gpu0_chunk", 1),)), Case(loading=Loading(batch_size=2))),
+    # an evaluation was compared before the hooks of its epoch's start, which this metric needs
+    "hooks": (DDP, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT)),
+    "hooks and replicas": (REPLICAS, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT)),
+    # parts of streams were not compared, so that what the convention cuts wrongly was cut
+    "two tensors": (
+        DDP, Case(batches=Batches(extras=("unlabelled",)), loading=Loading(kind="iterable_unsized", batch_size=2))
+    ),
+    "two of two": (DDP, Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable", batch_size=2))),
+    "chunks": (REPLICAS, Case(batches=Batches(extras=("flat",)), loading=Loading(eval_kind="iterable"))),
+    "a vector": (
+        DDP, Case(batches=Batches(extras=("vector4",)), loading=Loading(eval_kind="iterable", eval_num=8))
+    ),
+    # nor was it known of a stream what the `batch_size` is that an evaluation logs
+    "a constant": (
+        DDP, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT, loading=Loading(eval_kind="iterable"))
+    ),
+    # replicas' copies of what was toggled off were written to while the graph of the second backward needed them
+    "toggled": (Spread("dp", 3), Case(optimization=TOGGLED)),
+    # what was toggled off between two backward passes of one graph has no gradient, of which the layout was asked
+    "toggled shards": (FSDP, Case(optimization=TOGGLED)),
+    # what a loss divides by was looked for in the module's own precision, where its step failed on the samples
+    "a sum in another precision": (
+        FSDP, Case(returns=Returns(train="sum"), options=Options(precision="64-true"), dtype="float32")
+    ),
+}  # fmt: skip
 
 
-def test_a_first_chunk_may_be_larger_than_an_even_share(hunt: Hunt) -> None:
-    # It was refused, of what dp trains rightly.
-    spread = Spread("balanced_dp", 3, (("gpu0_chunk", 1),))
-    verdict = hunt.judge(Case(loading=Loading(batch_size=2)), spread)
-    assert verdict.word == "equal", verdict.reason
-
-
-CONSTANT = (Log(where="eval", batch_size="constant"),)
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("case", "replicas"),
-    [
-        # an evaluation was compared before the hooks of its epoch's start, which this metric needs
-        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT), 1),
-        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT), 2),
-        # parts of streams were not compared, so that what the convention cuts wrongly was cut
-        (Case(batches=Batches(extras=("unlabelled",)), loading=Loading(kind="iterable_unsized", batch_size=2)), 1),
-        (Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable", batch_size=2)), 1),
-        (Case(batches=Batches(extras=("flat",)), loading=Loading(eval_kind="iterable")), 2),
-        (Case(batches=Batches(extras=("vector4",)), loading=Loading(eval_kind="iterable", eval_num=8)), 1),
-        # nor was it known of a stream what the `batch_size` is that an evaluation logs
-        (Case(net=Net(peculiar=("tracker",)), logs=CONSTANT, loading=Loading(eval_kind="iterable")), 1),
-    ],
-    ids=["hooks", "hooks and replicas", "two tensors", "two of two", "chunks", "a vector", "a constant"],
-)
-def test_what_is_compared_on_the_first_batch_is_exact_under_ddp(case: Case, replicas: int, hunt: Hunt) -> None:
-    more = (("devices_per_process", 2),) * (replicas > 1)
-    spread = Spread("ddp", 2 * replicas, (("batch_size_is", "global"), ("timeout_s", 6), *more))
-    verdict = hunt.judge(case, spread)
-    assert verdict.word == "equal", verdict.reason
-
-
-def test_toggled_optimizers_may_share_a_graph_under_dp(hunt: Hunt) -> None:
-    # The replicas' copies of what was toggled off were written to while the graph of the second backward needed them.
-    verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), Spread("dp", 3))
-    assert verdict.word == "equal", verdict.reason
-
-
-@pytest.mark.timeout(200)
-def test_toggled_optimizers_may_share_a_graph_under_fsdp(hunt: Hunt) -> None:
-    # What was toggled off between two backward passes of one graph has no gradient, of which the layout was asked.
-    spread = Spread("fsdp", 2, (("batch_size_is", "global"),))
-    verdict = hunt.judge(Case(optimization=Optimization(optimizer="manual_toggle")), spread)
-    assert verdict.word == "equal", verdict.reason
-
-
-@pytest.mark.timeout(200)
-def test_a_sum_is_exact_under_fsdp_in_a_precision_that_is_not_the_modules(hunt: Hunt) -> None:
-    # What a loss divides by was looked for in the module's own precision, where its step failed on the samples.
-    spread = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
-    case = Case(returns=Returns(train="sum"), options=Options(precision="64-true"), dtype="float32")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FOUND)
+def test_what_draws_have_found_wrong_is_exact(name: str, hunt: Hunt) -> None:
+    spread, case = FOUND[name]
     verdict = hunt.judge(case, spread)
     assert verdict.word == "equal", verdict.reason
 
@@ -267,8 +213,7 @@ def test_a_sum_is_exact_under_fsdp_in_a_precision_that_is_not_the_modules(hunt: 
 @pytest.mark.timeout(300)
 def test_a_stop_within_an_epoch_keeps_the_shards_of_a_moving_average(hunt: Hunt) -> None:
     """The state of stochastic weight averaging was moved to the host, and each rank has a shard: refused late."""
-    spread = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
-    verdict = hunt.judge(Case(callbacks=("swa",), options=Options(max_steps=5)), spread)
+    verdict = hunt.judge(Case(callbacks=("swa",), options=Options(max_steps=5)), FSDP)
     assert verdict.accepted, verdict.reason  # a `test` afterwards, for which the callback copies the module, is refused
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .cases import Case, Spread
-from .observe import Observed
+from .observe import Failure, Observed
 from .pool import Pool
 from .settled import whole
 
@@ -48,7 +48,7 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
     if isinstance(expected, str):
         return Verdict("crash", f"{reference.kind} {expected}")
     if expected.failure is not None:
-        return _judge_failing_reference(pool, case, spread, expected)
+        return _judge_failing_reference(pool, case, spread, expected.failure)
     found = pool.run(case, spread)
     for rank, one in enumerate(found):
         if isinstance(one, str):
@@ -72,9 +72,7 @@ def _own(case: Case) -> bool:
     return case.options.exact_accumulation or case.options.detect_nonfinite != "off" or case.resume_after > 0
 
 
-def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: Observed) -> Verdict:
-    failure = expected.failure
-    assert failure is not None
+def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, failure: Failure) -> Verdict:
     if spread.kind != "single_device":
         return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
     found = pool.run(case, spread)[0]
@@ -89,37 +87,37 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, expected: O
 
 
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
-    local = _local_names(case) if spread.is_of_ranks else ()
-    local += found[0].ambiguous
-    local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
-    wanted = dict(expected.seen)
-    if any(float(weight.abs().max()) > DIVERGED for weight in wanted["weights"].values() if weight.numel()):
+    if any(float(weight.abs().max()) > DIVERGED for weight in expected.seen["weights"].values() if weight.numel()):
         return Verdict("discarded", "the training diverges, and differences in the last bit grow with it")
     hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if spread.is_of_ranks else ()
-    names = [name for name in wanted if name not in hidden]
-    for name in names:
-        mine, theirs = wanted[name], found[0].seen.get(name)
-        if name == "outputs" and spread.kind not in ("single_device",):
-            mine, theirs = _scalars(mine), _scalars(theirs)
-        if name == "checkpoint" and spread.kind != "single_device":
-            mine, theirs = _without_counts(mine), _without_counts(theirs)
-        elif name == "checkpoint" and case.options.max_steps > 0:
-            # steps that are used up within an epoch leave its rest to the run that goes on; Lightning ends the epoch
-            mine, theirs = (_without(one, AFTER_THE_LAST_STEP) for one in (mine, theirs))
-        predicted = name == "predict" or (name == "before" and case.before == "predict")
-        if predicted and spread.is_of_ranks:
-            mine, theirs = (_joined(one, case) for one in (mine, theirs))
-        if local:
-            mine, theirs = _without(mine, local), _without(theirs, local)
-        difference = _difference(mine, theirs, name, tolerance)
-        if difference:
-            return Verdict("wrong", difference)
+
+    def compared(name: str, one: Observed) -> Any:
+        return _comparable(name, one.seen.get(name), case, spread)
+
+    names = [name for name in expected.seen if name not in hidden]
+    differences = [_difference(compared(name, expected), compared(name, found[0]), name, tolerance) for name in names]
     for rank, one in enumerate(found[1:], 1):
         for name in ("weights", "steps", "rates"):
-            difference = _difference(found[0].seen[name], one.seen[name], f"rank {rank}: {name}", 0.0)
-            if difference:
-                return Verdict("wrong", difference)
-    return Verdict("equal")
+            differences.append(_difference(found[0].seen[name], one.seen[name], f"rank {rank}: {name}", 0.0))
+    first = next(filter(None, differences), "")
+    return Verdict("wrong", first) if first else Verdict("equal")
+
+
+def _comparable(name: str, value: Any, case: Case, spread: Spread) -> Any:
+    """What is compared of a value."""
+    if name == "outputs" and spread.kind != "single_device":
+        value = _scalars(value)
+    if name == "checkpoint" and spread.kind != "single_device":
+        value = _without(value, ("callbacks",))  # the number of devices, and the epoch's running sums
+    elif name == "checkpoint" and case.options.max_steps > 0:
+        # steps that are used up within an epoch leave its rest to the run that goes on; Lightning ends the epoch
+        value = _without(value, AFTER_THE_LAST_STEP)
+    predicted = name == "predict" or (name == "before" and case.before == "predict")
+    if predicted and spread.is_of_ranks:
+        value = _joined(value, case)
+    local = _local_names(case) if spread.is_of_ranks else ()
+    local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
+    return _without(value, local)
 
 
 def _accumulates(case: Case) -> bool:
@@ -149,11 +147,6 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
 def _is_row_of(item: Any, names: tuple[str, ...]) -> bool:
     """Whether an item is [step, name, value] of the logger, with one of these names."""
     return isinstance(item, list) and len(item) == 3 and isinstance(item[1], str) and item[1].startswith(names)
-
-
-def _without_counts(value: Any) -> Any:
-    """A checkpoint without the parts that tell the number of devices, and the epoch's running sums."""
-    return {key: item for key, item in (value or {}).items() if key != "callbacks"} if value else value
 
 
 ROWS = ("list", "tuple_of_rows", "strings", "python_list", "ragged", "dicts")
@@ -186,12 +179,9 @@ def _scalars(value: Any) -> Any:
     if isinstance(value, list):
         return [_scalars(item) for item in value]
     if isinstance(value, dict):
-        return {key: item for key, item in value.items() if not isinstance(item, (list, dict)) and _is_scalar(item)}
+        kept = {key: item for key, item in value.items() if not isinstance(item, (list, dict))}
+        return {key: item for key, item in kept.items() if not torch.is_tensor(item) or item.ndim == 0}
     return value
-
-
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or value.ndim == 0
 
 
 def _difference(expected: Any, found: Any, path: str, tolerance: float) -> str:
@@ -202,19 +192,13 @@ def _difference(expected: Any, found: Any, path: str, tolerance: float) -> str:
         if list(map(str, sorted(expected))) != list(map(str, sorted(found))):
             missing, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
             return f"{path}: keys missing {missing}, keys too many {more}"
-        for key in expected:
-            difference = _difference(expected[key], found[key], f"{path}.{key}", tolerance)
-            if difference:
-                return difference
-        return ""
+        pairs = ((f".{key}", expected[key], found[key]) for key in expected)
+        return next(filter(None, (_difference(a, b, f"{path}{place}", tolerance) for place, a, b in pairs)), "")
     if isinstance(expected, list) and isinstance(found, list):
         if len(expected) != len(found):
             return f"{path}: {len(expected)} entries expected, {len(found)} found: {expected!r:.200} / {found!r:.200}"
-        for i, (mine, theirs) in enumerate(zip(expected, found, strict=True)):
-            difference = _difference(mine, theirs, f"{path}[{i}]", tolerance)
-            if difference:
-                return difference
-        return ""
+        pairs = ((f"[{i}]", *pair) for i, pair in enumerate(zip(expected, found, strict=True)))
+        return next(filter(None, (_difference(a, b, f"{path}{place}", tolerance) for place, a, b in pairs)), "")
     if isinstance(expected, (int, float)) and isinstance(found, (int, float)) and not isinstance(expected, bool):
         numbers = torch.tensor([float(expected), float(found)], dtype=torch.float64)  # perhaps of a float32 value
         return _of_tensors(numbers[0], numbers[1], path, max(tolerance, 1e-6))

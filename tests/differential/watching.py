@@ -1,11 +1,10 @@
-"""What a run shows: a callback and a logger that write everything down."""
+"""What a run shows: a callback that writes everything down."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import Logger
 from torch.distributed.tensor import DTensor
 
 
@@ -24,73 +23,37 @@ def kept(value: Any) -> Any:
     return torch.as_tensor(value) if type(value).__module__ == "numpy" else f"<{type(value).__name__}>"
 
 
-class Tape(Logger):
-    """A logger that keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int | None, dict[str, Any]]] = []
-
-    @property
-    def name(self) -> str:
-        return "tape"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to keep."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.lines.append((step, dict(metrics)))
-
-    def logged(self) -> list[list[Any]]:
-        """[step, name, value] in the order of steps and names: how they are grouped into calls is not compared."""
-        rows = [
-            [-1 if step is None else step, key, kept(value)] for step, line in self.lines for key, value in line.items()
-        ]
-        return sorted(rows, key=lambda row: (row[0], row[1]))
-
-
 class Watch(pl.Callback):
     """Keeps gradients, outputs, logged values and the order of hooks."""
 
+    names = ("raw_gradients", "gradients", "outputs", "rates", "order", "metrics", "evaluated")
+
     def __init__(self) -> None:
-        self.gradients: list[Any] = []
-        self.raw_gradients: list[Any] = []
-        self.outputs: list[Any] = []
-        self.evaluated: list[Any] = []
-        self.metrics: list[Any] = []
-        self.rates: list[Any] = []
-        self.order: list[str] = []
-        self.num_steps = 0
+        self.seen: dict[str, list[Any]] = {name: [] for name in self.names}
+
+    def note(self, hook: str, **values: Any) -> None:
+        self.seen["order"].append(hook)
+        for name, value in values.items():
+            self.seen[name].append(value)
 
     def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.order.append("on_after_backward")
-        self.raw_gradients.append(_gradients(module))
+        self.note("on_after_backward", raw_gradients=_gradients(module))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.order.append("on_before_optimizer_step")
-        self.gradients.append(_gradients(module))
+        self.note("on_before_optimizer_step", gradients=_gradients(module))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.order.append("on_train_batch_end")
-        self.outputs.append(kept(outputs))
-        self.metrics.append(kept(trainer.callback_metrics))
-        self.rates.append([[float(g["lr"]) for g in one.param_groups] for one in trainer.optimizers])
+        rates = [[float(g["lr"]) for g in one.param_groups] for one in trainer.optimizers]
+        self.note("on_train_batch_end", outputs=kept(outputs), metrics=kept(trainer.callback_metrics), rates=rates)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.order.append("on_validation_batch_end")
-        self.evaluated.append(kept(outputs))
+        self.note("on_validation_batch_end", evaluated=kept(outputs))
 
     def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.order.append("on_test_batch_end")
-        self.evaluated.append(kept(outputs))
+        self.note("on_test_batch_end", evaluated=kept(outputs))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.order.append("on_validation_end")
-        self.metrics.append(kept(trainer.callback_metrics))
+        self.note("on_validation_end", metrics=kept(trainer.callback_metrics))
 
 
 def _gradients(module: Any) -> dict[str, Any]:
@@ -101,10 +64,10 @@ class LightWatch(pl.Callback):
     """Overrides one hook only, so that the lean loop leaves out what it can."""
 
     def __init__(self) -> None:
-        self.metrics: list[Any] = []
+        self.seen: dict[str, list[Any]] = {name: [] for name in Watch.names}
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.metrics.append(kept(trainer.callback_metrics))
+        self.seen["metrics"].append(kept(trainer.callback_metrics))
 
 
 class FullWatch(Watch):
@@ -113,7 +76,7 @@ class FullWatch(Watch):
 
 def _noting(name: str) -> Any:
     def hook(self: FullWatch, *args: Any, **kwargs: Any) -> Any:
-        self.order.append(name)
+        self.seen["order"].append(name)
         return getattr(super(FullWatch, self), name)(*args, **kwargs)
 
     return hook

@@ -13,16 +13,11 @@ from model_cases import without_randomness
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, dataloader
-from zoo import Case
+from zoo import NUM_SAMPLES, TOLERANCE, Case, generator
 
 Made = tuple[Any, dict[str, Any]]
-NUM_SAMPLES = 11
 
 vars(dataloader).setdefault("T_co", TypeVar("T_co", covariant=True))  # schnetpack imports it; torch had it
-
-
-def generator(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def rows(**columns: Tensor) -> DataLoader[Any]:
@@ -377,4 +372,4 @@ def case(name: str) -> Case:
     def loaders() -> tuple[Any, Any]:
         return made["train_dataloaders"], made.get("val_dataloaders")
 
-    return Case(name, module, loaders, differs=BY_BATCHES.get(name, ()))
+    return Case(name, "zoo", module, loaders, differs=BY_BATCHES.get(name, ()), tolerance=TOLERANCE)

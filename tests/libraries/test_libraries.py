@@ -4,13 +4,12 @@ Each library wants an environment of its own: `pip install torch==2.13.0 LIBRARY
 """
 
 import importlib
-from collections.abc import Iterator
 from typing import NoReturn
 
 import libraries  # noqa: F401  # makes the zoo known
 import pytest
 from library_cases import CASES
-from zoo import STRATEGIES, Zoo
+from zoo import STRATEGIES, Zoo, lent_zoo  # noqa: F401  # a fixture
 
 REFUSED = {
     "chemprop": ("dp", "balanced_dp", "fsdp"), "nequip": ("dp", "balanced_dp", "ddp", "fsdp"), "rl4co": ("fsdp",),
@@ -19,13 +18,6 @@ REFUSED = {
 """Strategies by which libraries may be refused, before the first step; see docs/migrating.md."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def zoo() -> Iterator[Zoo]:
-    found = Zoo()
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from regression import whole
+from tiny import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -159,7 +160,7 @@ class DictNet(Net):
         return batch["x"], batch["nested"][0]["y"]
 
     def size(self, batch: Any) -> int:
-        return len(batch["x"])
+        return len(self.read(batch)[0])
 
 
 class PairNet(Net):
@@ -168,13 +169,10 @@ class PairNet(Net):
         return batch.x, batch.y
 
 
-class NamedNet(Net):
+class NamedNet(DictNet):
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
         assert len(batch.names) == len(batch.x)
         return batch.x, batch.y
-
-    def size(self, batch: Any) -> int:
-        return len(batch.x)
 
 
 def as_tuple(x: Tensor, y: Tensor, i: int) -> Any:
@@ -270,14 +268,7 @@ def make_module(case: Case) -> Net:
 
 
 def make_trainer(case: Case, strategy: Any, trainer_class: type[pl.Trainer] = Trainer, **options: Any) -> pl.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    settings = {"accelerator": "cpu", "max_epochs": 2, **quiet, **case.trainer, **options}
-    return trainer_class(strategy=strategy, **settings)
+    return quiet(trainer_class, strategy=strategy, **{"max_epochs": 2, **case.trainer, **options})
 
 
 def fit(case: Case, module: Net, strategy: Any, devices: int = 2, **options: Any) -> pl.Trainer:
@@ -333,9 +324,8 @@ def assert_equal(found: Run, expected: Run, tolerance: float, of_a_rank: bool = 
         difference = (getattr(found, name) - getattr(expected, name)).abs().max().item()
         assert difference <= tolerance, f"{name} differ by {difference:.2g}"
     assert found.metrics.keys() == expected.metrics.keys()
-    for name, value in expected.metrics.items():
-        # Lightning keeps logged values in float32 where the default dtype is
-        assert abs(float(found.metrics[name]) - float(value)) <= max(tolerance, 1e-6), name
-    for name, value in expected.tested.items():
-        assert abs(found.tested[name] - value) <= max(tolerance, 1e-6), name
+    for mine, theirs in ((found.metrics, expected.metrics), (found.tested, expected.tested)):
+        for name, value in theirs.items():
+            # Lightning keeps logged values in float32 where the default dtype is
+            assert abs(float(mine[name]) - float(value)) <= max(tolerance, 1e-6), name
     assert found.keys == expected.keys

@@ -16,9 +16,9 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
-from zoo import TOLERANCE, Case
+from zoo import NUM_SAMPLES, TOLERANCE, Case, generator
 
-NUM_SAMPLES, FEATURES, WIDTH = 11, 4, 6
+FEATURES, WIDTH = 4, 6
 MODULES = [
     "aggregation", "audio", "classification", "clustering", "detection", "image", "multimodal", "nominal", "regression",
     "retrieval", "segmentation", "shape", "text", "wrappers",
@@ -27,10 +27,6 @@ MODULES = [
 Batch = dict[str, Any]
 Inputs = Callable[[Tensor, Batch], tuple[Any, ...]]
 """(outputs of the network (n, 6), batch) to the arguments of the metric."""
-
-
-def generator(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "run", "to", "big", "red", "barn"]
@@ -68,159 +64,108 @@ def loader(images: int = 0, num: int = NUM_SAMPLES) -> DataLoader[Any]:
     return DataLoader([sample(i, images) for i in range(num)], batch_size=4)  # pyright: ignore[reportArgumentType]
 
 
-def binary(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, 0].sigmoid(), batch["binary"]
-
-
-def multiclass(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, :3].softmax(1), batch["label"]
-
-
-def multilabel(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, :3].sigmoid(), batch["labels"]
-
-
-def per_class(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    """Labels of a text or an image: classes by position."""
-    return out[:, :3].softmax(1).argmax(1), batch["label"]
-
-
-def regression(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, 0].exp(), batch["value"]
-
-
-def regressions(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, :3].exp(), batch["values"]
-
-
-def distributions(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, :3].softmax(1), batch["values"] / batch["values"].sum(1, keepdim=True)
-
-
-def ensemble(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out, batch["value"]
-
-
-def retrieval(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, 0].sigmoid(), batch["binary"], batch["query"]
-
-
-def fairness(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, 0].sigmoid(), batch["binary"], batch["group"]
-
-
-def clusters(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out[:, :3].argmax(1), batch["label"]
-
-
-def points(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out, batch["group"]
-
-
-def ratings(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    first = batch["label"]
-    return (torch.stack([first, 2 - first, torch.full_like(first, 3)], 1),)
+def moved(out: Tensor, value: Tensor, by: float = 1.0) -> Tensor:
+    """A value that the outputs change by as much as they say."""
+    return value + out.sum(1).tanh().reshape(-1, *[1] * (value.ndim - 1)) * by * value.flip(2)
 
 
 def pictures(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    image = batch["image"]
-    return (image + out.sum(1).tanh()[:, None, None, None] * 0.1 * image.flip(2)).clamp(0, 1), image
+    return moved(out, batch["image"], 0.1).clamp(0, 1), batch["image"]
 
 
-def picture(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return pictures(out, batch)[:1]
-
-
-def grey(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return tuple(image[:, :1] for image in pictures(out, batch))
-
-
-def sharpened(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    """Of pan-sharpening: the picture, and what it was made from at a lower resolution."""
-    image = pictures(out, batch)[0]
-    low = nn.functional.avg_pool2d(image, 2)
-    return image, {"ms": low, "pan": image.flip(3)}
-
-
-def waves(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    wave = batch["wave"]
-    return wave + out.sum(1).tanh()[:, None, None] * wave.flip(2), wave
-
-
-def spectra(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return tuple(wave.reshape(len(out), 8, 8, 2) for wave in waves(out, batch))
-
-
-def one_hot(out: Tensor, batch: Batch) -> tuple[Any, ...]:
+def masks(out: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     mask = batch["mask"]
-    guess = torch.where(out.sum(1)[:, None, None] > 0, mask.flip(1), mask)
-    return tuple(nn.functional.one_hot(item, 3).movedim(-1, 1) for item in (guess, mask))
-
-
-def panoptic(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    mask = batch["mask"]
-    guess = torch.where(out.sum(1)[:, None, None] > 0, mask.flip(1), mask)
-    return tuple(torch.stack([item, torch.zeros_like(item)], -1) for item in (guess, mask))
+    return torch.where(out.sum(1)[:, None, None] > 0, mask.flip(1), mask), mask
 
 
 def boxes(out: Tensor, batch: Batch) -> tuple[Any, ...]:
     """A list of dicts each, one per picture."""
-    corner = batch["values"][:, :2] * 10
+    corner, labels = batch["values"][:, :2] * 10, torch.tensor([1])
     target = torch.cat([corner, corner + 5], 1)
-    moved = target + out[:, :1].tanh()
-    preds = [
-        {"boxes": b[None], "scores": out[i, :1].sigmoid(), "labels": torch.tensor([1])} for i, b in enumerate(moved)
-    ]
-    return preds, [{"boxes": b[None], "labels": torch.tensor([1])} for b in target]
-
-
-def clouds(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return batch["points"] + out.sum(1)[:, None, None] * 0.1 * batch["points"].flip(1), batch["points"]
-
-
-def texts(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return list(batch["guess"]), list(batch["text"])
-
-
-def translations(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return list(batch["guess"]), [[text] for text in batch["text"]]
+    found = zip(target + out[:, :1].tanh(), out[:, :1].sigmoid(), strict=True)
+    preds = [{"boxes": box[None], "scores": score, "labels": labels} for box, score in found]
+    return preds, [{"boxes": box[None], "labels": labels} for box in target]
 
 
 def answers(out: Tensor, batch: Batch) -> tuple[Any, ...]:
     preds = [{"prediction_text": text, "id": str(i)} for i, text in enumerate(batch["guess"])]
-    return preds, [
-        {"answers": {"answer_start": [0], "text": [text]}, "id": str(i)} for i, text in enumerate(batch["text"])
-    ]
+    known = [{"answer_start": [0], "text": [text]} for text in batch["text"]]
+    return preds, [{"answers": answer, "id": str(i)} for i, answer in enumerate(known)]
 
 
-def tokens(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return torch.stack([out, out.flip(1)], 1), torch.stack([batch["label"], batch["other"]], 1)
+TAKEN: dict[str, Inputs] = {
+    "value": lambda out, batch: (out[:, 0],),
+    "binary": lambda out, batch: (out[:, 0].sigmoid(), batch["binary"]),
+    "multiclass": lambda out, batch: (out[:, :3].softmax(1), batch["label"]),
+    "multilabel": lambda out, batch: (out[:, :3].sigmoid(), batch["labels"]),
+    "regression": lambda out, batch: (out[:, 0].exp(), batch["value"]),
+    "regressions": lambda out, batch: (out[:, :3].exp(), batch["values"]),
+    "distributions": lambda out, batch: (
+        out[:, :3].softmax(1), batch["values"] / batch["values"].sum(1, keepdim=True)
+    ),
+    "ensemble": lambda out, batch: (out, batch["value"]),
+    "retrieval": lambda out, batch: (out[:, 0].sigmoid(), batch["binary"], batch["query"]),
+    "fairness": lambda out, batch: (out[:, 0].sigmoid(), batch["binary"], batch["group"]),
+    "clusters": lambda out, batch: (out[:, :3].argmax(1), batch["label"]),
+    "points": lambda out, batch: (out, batch["group"]),
+    "ratings": lambda out, batch: (
+        torch.stack([batch["label"], 2 - batch["label"], torch.full_like(batch["label"], 3)], 1),
+    ),
+    "pictures": pictures,
+    "picture": lambda out, batch: pictures(out, batch)[:1],
+    "grey": lambda out, batch: tuple(image[:, :1] for image in pictures(out, batch)),
+    # of pan-sharpening: the picture, and what it was made from at a lower resolution
+    "sharpened": lambda out, batch: (
+        pictures(out, batch)[0],
+        {"ms": nn.functional.avg_pool2d(pictures(out, batch)[0], 2), "pan": batch["image"].flip(3)},
+    ),
+    "waves": lambda out, batch: (moved(out, batch["wave"]), batch["wave"]),
+    "spectra": lambda out, batch: tuple(
+        wave.reshape(len(out), 8, 8, 2) for wave in (moved(out, batch["wave"]), batch["wave"])
+    ),
+    "one_hot": lambda out, batch: tuple(
+        nn.functional.one_hot(mask, 3).movedim(-1, 1) for mask in masks(out, batch)
+    ),
+    "panoptic": lambda out, batch: tuple(
+        torch.stack([mask, torch.zeros_like(mask)], -1) for mask in masks(out, batch)
+    ),
+    "boxes": boxes,
+    "clouds": lambda out, batch: (
+        batch["points"] + out.sum(1)[:, None, None] * 0.1 * batch["points"].flip(1), batch["points"]
+    ),
+    "texts": lambda out, batch: (list(batch["guess"]), list(batch["text"])),
+    "translations": lambda out, batch: (list(batch["guess"]), [[text] for text in batch["text"]]),
+    "answers": answers,
+    "tokens": lambda out, batch: (
+        torch.stack([out, out.flip(1)], 1), torch.stack([batch["label"], batch["other"]], 1)
+    ),
+    "pairs": lambda out, batch: (
+        out.unflatten(1, (3, 2)).softmax(1), torch.stack([batch["label"], batch["other"]], 1)
+    ),
+    "tasks": lambda out, batch: (
+        {"c": out[:, :3].softmax(1), "r": out[:, 0].exp()}, {"c": batch["label"], "r": batch["value"]}
+    ),
+}  # fmt: skip
+"""What metrics are updated with, by name."""
+OF_IMAGES = ("pictures", "picture", "grey", "sharpened")
 
-
-def pairs(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return out.unflatten(1, (3, 2)).softmax(1), torch.stack([batch["label"], batch["other"]], 1)
-
-
-def value(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return (out[:, 0],)
-
-
-FAMILIES: dict[str, Inputs] = {
-    "aggregation": value, "audio": waves, "clustering": clusters, "detection": boxes, "image": pictures,
-    "nominal": clusters, "regression": regression, "retrieval": retrieval, "segmentation": one_hot, "shape": clouds,
-    "text": texts, "multimodal": clouds, "wrappers": multiclass,
+FAMILIES: dict[str, str] = {
+    "aggregation": "value", "audio": "waves", "clustering": "clusters", "detection": "boxes", "image": "pictures",
+    "nominal": "clusters", "regression": "regression", "retrieval": "retrieval", "segmentation": "one_hot",
+    "shape": "clouds", "text": "texts", "multimodal": "clouds", "wrappers": "multiclass",
 }  # fmt: skip
 
-INPUTS: dict[str, Inputs] = {
-    "BinaryFairness": fairness, "BinaryGroupStatRates": fairness, "ComplexScaleInvariantSignalNoiseRatio": spectra,
-    "ContinuousRankedProbabilityScore": ensemble, "CosineSimilarity": regressions, "KLDivergence": distributions,
-    "JensenShannonDivergence": distributions, "CalinskiHarabaszScore": points, "DaviesBouldinScore": points,
-    "DunnIndex": points, "FleissKappa": ratings, "PanopticQuality": panoptic,
-    "ModifiedPanopticQuality": panoptic, "TotalVariation": picture, "PeakSignalNoiseRatioWithBlockedEffect": grey,
-    "QualityWithNoReference": sharpened,
-    "SpatialDistortionIndex": sharpened, "BLEUScore": translations, "SacreBLEUScore": translations,
-    "CHRFScore": translations, "TranslationEditRate": translations, "SQuAD": answers, "Perplexity": tokens,
-    "MinMaxMetric": multiclass, "MultioutputWrapper": regressions,
+INPUTS: dict[str, str] = {
+    "BinaryFairness": "fairness", "BinaryGroupStatRates": "fairness",
+    "ComplexScaleInvariantSignalNoiseRatio": "spectra",
+    "ContinuousRankedProbabilityScore": "ensemble", "CosineSimilarity": "regressions", "KLDivergence": "distributions",
+    "JensenShannonDivergence": "distributions", "CalinskiHarabaszScore": "points", "DaviesBouldinScore": "points",
+    "DunnIndex": "points", "FleissKappa": "ratings", "PanopticQuality": "panoptic",
+    "ModifiedPanopticQuality": "panoptic", "TotalVariation": "picture", "PeakSignalNoiseRatioWithBlockedEffect": "grey",
+    "QualityWithNoReference": "sharpened",
+    "SpatialDistortionIndex": "sharpened", "BLEUScore": "translations", "SacreBLEUScore": "translations",
+    "CHRFScore": "translations", "TranslationEditRate": "translations", "SQuAD": "answers", "Perplexity": "tokens",
+    "MinMaxMetric": "multiclass", "MultioutputWrapper": "regressions",
 }  # fmt: skip
 
 ARGUMENTS: dict[str, Any] = {
@@ -264,54 +209,41 @@ def accuracy() -> torchmetrics.Metric:
     return torchmetrics.classification.MulticlassAccuracy(3, average="micro")
 
 
+def of_classes(name: str) -> torchmetrics.Metric:
+    return getattr(torchmetrics.classification, f"Multiclass{name}")(3)
+
+
 def composition() -> torchmetrics.Metric:
-    p = torchmetrics.classification.MulticlassPrecision(3)
-    r = torchmetrics.classification.MulticlassRecall(3)
+    p, r = of_classes("Precision"), of_classes("Recall")
     return 2 * p * r / (p + r + 1e-9)
 
 
-def tasks(out: Tensor, batch: Batch) -> tuple[Any, ...]:
-    return {"c": multiclass(out, batch)[0], "r": regression(out, batch)[0]}, {
-        "c": batch["label"],
-        "r": batch["value"],
-    }
-
-
-WRAPPED: dict[str, tuple[Callable[[], Any], Inputs]] = {
+classification, wrappers = torchmetrics.classification, torchmetrics.wrappers
+WRAPPED: dict[str, tuple[Callable[[], Any], str]] = {
     "wrappers.ClasswiseWrapper": (
-        lambda: torchmetrics.ClasswiseWrapper(torchmetrics.classification.MulticlassRecall(3, average=None)),
-        multiclass,
+        lambda: torchmetrics.ClasswiseWrapper(classification.MulticlassRecall(3, average=None)), "multiclass"
     ),
     "wrappers.BinaryTargetTransformer": (
-        lambda: torchmetrics.wrappers.BinaryTargetTransformer(torchmetrics.classification.BinaryAccuracy(), 0),
-        binary,
+        lambda: wrappers.BinaryTargetTransformer(classification.BinaryAccuracy(), 0), "binary"
     ),
     "wrappers.LambdaInputTransformer": (
-        lambda: torchmetrics.wrappers.LambdaInputTransformer(
-            torchmetrics.classification.BinaryAccuracy(), transform_pred=one_minus
-        ),
-        binary,
+        lambda: wrappers.LambdaInputTransformer(classification.BinaryAccuracy(), transform_pred=one_minus), "binary"
     ),
-    "wrappers.MinMaxMetric": (lambda: torchmetrics.MinMaxMetric(accuracy()), multiclass),
+    "wrappers.MinMaxMetric": (lambda: torchmetrics.MinMaxMetric(accuracy()), "multiclass"),
     "wrappers.MultioutputWrapper": (
-        lambda: torchmetrics.MultioutputWrapper(torchmetrics.MeanAbsoluteError(), 3), regressions
+        lambda: torchmetrics.MultioutputWrapper(torchmetrics.MeanAbsoluteError(), 3), "regressions"
     ),
     "wrappers.MultitaskWrapper": (
-        lambda: torchmetrics.MultitaskWrapper({"c": accuracy(), "r": torchmetrics.MeanSquaredError()}), tasks
+        lambda: torchmetrics.MultitaskWrapper({"c": accuracy(), "r": torchmetrics.MeanSquaredError()}), "tasks"
     ),
-    "wrappers.Running": (lambda: torchmetrics.wrappers.Running(accuracy(), 2), multiclass),
-    "wrappers.RunningMean": (lambda: torchmetrics.RunningMean(2), value),
-    "wrappers.RunningSum": (lambda: torchmetrics.RunningSum(2), value),
-    "composition 2pr/(p+r)": (composition, multiclass),
-    "composition accuracy+1": (lambda: accuracy() + 1.0, multiclass),
+    "wrappers.Running": (lambda: wrappers.Running(accuracy(), 2), "multiclass"),
+    "wrappers.RunningMean": (lambda: torchmetrics.RunningMean(2), "value"),
+    "wrappers.RunningSum": (lambda: torchmetrics.RunningSum(2), "value"),
+    "composition 2pr/(p+r)": (composition, "multiclass"),
+    "composition accuracy+1": (lambda: accuracy() + 1.0, "multiclass"),
     "MetricCollection of four": (
-        lambda: torchmetrics.MetricCollection(
-            [
-                accuracy(), torchmetrics.classification.MulticlassPrecision(3),
-                torchmetrics.classification.MulticlassRecall(3), torchmetrics.classification.MulticlassAUROC(3),
-            ]
-        ),
-        multiclass,
+        lambda: torchmetrics.MetricCollection([accuracy(), *map(of_classes, ("Precision", "Recall", "AUROC"))]),
+        "multiclass",
     ),
 }  # fmt: skip
 
@@ -320,20 +252,22 @@ def one_minus(preds: Tensor) -> Tensor:
     return 1 - preds
 
 
-VARIANTS: dict[str, tuple[str, dict[str, Any], Inputs]] = {
-    "multiclass AUROC by thresholds": ("classification.MulticlassAUROC", {"thresholds": 5}, multiclass),
-    "binary PR curve by thresholds": ("classification.BinaryPrecisionRecallCurve", {"thresholds": 5}, binary),
+VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "multiclass AUROC by thresholds": ("classification.MulticlassAUROC", {"thresholds": 5}, "multiclass"),
+    "binary PR curve by thresholds": ("classification.BinaryPrecisionRecallCurve", {"thresholds": 5}, "binary"),
     "multiclass samplewise accuracy": (
-        "classification.MulticlassStatScores", {"multidim_average": "samplewise", "average": None}, pairs
+        "classification.MulticlassStatScores", {"multidim_average": "samplewise", "average": None}, "pairs"
     ),
-    "Pearson of 3 outputs": ("regression.PearsonCorrCoef", {"num_outputs": 3}, regressions),
-    "R2 of 3 outputs": ("regression.R2Score", {"multioutput": "raw_values"}, regressions),
-    "MSE of 3 outputs": ("regression.MeanSquaredError", {"num_outputs": 3}, regressions),
-    "NRMSE by range": ("regression.NormalizedRootMeanSquaredError", {"normalization": "range"}, regression),
-    "NRMSE by std": ("regression.NormalizedRootMeanSquaredError", {"normalization": "std"}, regression),
-    "PSNR by range": ("image.PeakSignalNoiseRatio", {"data_range": (0.0, 1.0)}, pictures),
-    "SSIM without range": ("image.StructuralSimilarityIndexMeasure", {"data_range": None, "kernel_size": 5}, pictures),
-    "Dice, global": ("segmentation.DiceScore", {"aggregation_level": "global"}, one_hot),
+    "Pearson of 3 outputs": ("regression.PearsonCorrCoef", {"num_outputs": 3}, "regressions"),
+    "R2 of 3 outputs": ("regression.R2Score", {"multioutput": "raw_values"}, "regressions"),
+    "MSE of 3 outputs": ("regression.MeanSquaredError", {"num_outputs": 3}, "regressions"),
+    "NRMSE by range": ("regression.NormalizedRootMeanSquaredError", {"normalization": "range"}, "regression"),
+    "NRMSE by std": ("regression.NormalizedRootMeanSquaredError", {"normalization": "std"}, "regression"),
+    "PSNR by range": ("image.PeakSignalNoiseRatio", {"data_range": (0.0, 1.0)}, "pictures"),
+    "SSIM without range": (
+        "image.StructuralSimilarityIndexMeasure", {"data_range": None, "kernel_size": 5}, "pictures"
+    ),
+    "Dice, global": ("segmentation.DiceScore", {"aggregation_level": "global"}, "one_hot"),
 }  # fmt: skip
 
 
@@ -354,29 +288,20 @@ def is_task_front(item: type) -> bool:
     return issubclass(item, torchmetrics.classification.base._ClassificationTaskWrapper)
 
 
-def inputs_of(name: str) -> Inputs:
+def inputs_of(name: str) -> str:
     module, _, short = name.partition(".")
-    if short in INPUTS:
-        return INPUTS[short]
-    if module == "classification":
-        for prefix, inputs in (("Binary", binary), ("Multiclass", multiclass), ("Multilabel", multilabel)):
-            if short.startswith(prefix):
-                return inputs
-    return FAMILIES[module]
+    kinds = [kind for kind in ("binary", "multiclass", "multilabel") if short.lower().startswith(kind)]
+    return INPUTS.get(short) or (kinds[0] if module == "classification" else FAMILIES[module])
 
 
 def build(name: str, **options: Any) -> torchmetrics.Metric:
     """The metric, with what its constructor must be given."""
     module, _, short = name.partition(".")
     item = getattr(importlib.import_module(f"torchmetrics.{module}"), short)
-    parameters = inspect.signature(item.__init__).parameters.values()
-    required = {
-        parameter.name: ARGUMENTS[parameter.name]
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.name in ARGUMENTS
-    }
-    optional = {"num_classes": 3} if "num_classes" in {p.name for p in parameters} else {}
-    return item(**{**optional, **required, **OPTIONS.get(short, {}), **options})
+    parameters = inspect.signature(item.__init__).parameters
+    needed = [name for name, one in parameters.items() if one.default is one.empty or name == "num_classes"]
+    given = {name: ARGUMENTS[name] for name in needed if name in ARGUMENTS}
+    return item(**{**given, **OPTIONS.get(short, {}), **options})
 
 
 def names() -> list[str]:
@@ -385,13 +310,13 @@ def names() -> list[str]:
         name
         for name, item in classes().items()
         if name.partition(".")[2] not in LEFT_OUT and not is_task_front(item) and not name.startswith("wrappers.")
-        and name not in ("aggregation.Running", "aggregation.RunningMean", "aggregation.RunningSum")
-        and name != "audio.PermutationInvariantTraining"
+        and not name.startswith("aggregation.Running") and name != "audio.PermutationInvariantTraining"
     ]  # fmt: skip
     return [*single, *WRAPPED, *VARIANTS, "audio.PermutationInvariantTraining"]
 
 
-def metric_of(name: str) -> tuple[Callable[[], Any], Inputs]:
+def metric_of(name: str) -> tuple[Callable[[], Any], str]:
+    """What makes the metric, and what it takes."""
     if name in WRAPPED:
         return WRAPPED[name]
     if name in VARIANTS:
@@ -399,7 +324,7 @@ def metric_of(name: str) -> tuple[Callable[[], Any], Inputs]:
         return partial(build, base, **options), inputs
     if name == "audio.PermutationInvariantTraining":
         ratio = torchmetrics.functional.audio.scale_invariant_signal_noise_ratio
-        return partial(build, name, metric_func=ratio), waves
+        return partial(build, name, metric_func=ratio), "waves"
     return partial(build, name), inputs_of(name)
 
 
@@ -472,8 +397,9 @@ def tolerance(make: Callable[[], Any], inputs: Inputs, images: int) -> float:
 
 
 def case(name: str) -> Case:
-    make, inputs = metric_of(name)
+    make, taken = metric_of(name)
     short = (VARIANTS[name][0] if name in VARIANTS else name).partition(".")[2]
-    images = IMAGE_SIZE.get(short, DEFAULT_IMAGE_SIZE) if inputs in (pictures, picture, grey, sharpened) else 0
-    allowed = 1e-5 if short in FLOAT32 else tolerance(make, inputs, images)
-    return Case(name, partial(Metered, make, inputs, images), lambda: (loader(images), loader(images)), allowed)
+    images = IMAGE_SIZE.get(short, DEFAULT_IMAGE_SIZE) if taken in OF_IMAGES else 0
+    allowed = 1e-5 if short in FLOAT32 else tolerance(make, TAKEN[taken], images)
+    module, loaders = partial(Metered, make, TAKEN[taken], images), lambda: (loader(images), loader(images))
+    return Case(name, "zoo", module, loaders, tolerance=allowed)

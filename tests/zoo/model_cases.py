@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from zoo import TOLERANCE, Case
+from zoo import NUM_SAMPLES, TOLERANCE, Case, generator
 
-NUM_SAMPLES, LENGTH, VOCABULARY = 11, 6, 20
+LENGTH, VOCABULARY = 6, 20
 Batch = Any
 
 
@@ -34,13 +34,12 @@ class Trained(pl.LightningModule):
 
     def step(self, batch: Batch, stage: str) -> Tensor:
         loss, more = self.loss(self.model, batch)
-        size = self.size(batch) if self.size else None
+        size, own = self.size(batch) if self.size else None, {"on_step": False, "on_epoch": True}
         self.log(f"{stage}_loss", loss, on_step=stage == "train", on_epoch=True, batch_size=size)
-        self.log_dict({f"{stage}_{name}": value for name, value in more.items()}, on_step=False, on_epoch=True,
-                      batch_size=size)  # fmt: skip
+        self.log_dict({f"{stage}_{name}": value for name, value in more.items()}, batch_size=size, **own)
         return loss
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         return self.step(batch, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -58,15 +57,12 @@ class Weighted(Trained):
         self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, batch_size=int(more["loss_weight"]))
         return {"loss": loss, **more}
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return self.step(batch, "train")
-
 
 # transformers
 
 
 def text(i: int, length: int = LENGTH) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(i)
+    g = generator(i)
     ids = torch.randint(3, VOCABULARY, (length,), generator=g)
     mask = torch.ones(length, dtype=torch.long)
     mask[length - i % 3 :] = 0
@@ -96,13 +92,26 @@ SMALL = {
 }  # fmt: skip
 
 
-def hugging(config: str, model: str, **options: Any) -> nn.Module:
+def hugging(family: str, task: str, **options: Any) -> Any:
     package = importlib.import_module("transformers")
-    return getattr(package, model)(getattr(package, config)(**options)).double().train()
+    return getattr(package, family + task)(getattr(package, f"{family}Config")(**options)).double().train()
 
 
-def bert(**options: Any) -> nn.Module:
-    return hugging("BertConfig", "BertForSequenceClassification", **{**SMALL, **options})
+OF_PICTURES = {key: value for key, value in SMALL.items() if key not in ("vocab_size", "max_position_embeddings")}
+CAUSAL = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+bert = partial(hugging, "Bert", "ForSequenceClassification", **SMALL)
+vit = partial(hugging, "ViT", "ForImageClassification", image_size=16, patch_size=8, **OF_PICTURES)
+llama = partial(hugging, "Llama", "ForCausalLM", **CAUSAL)
+mixtral = partial(hugging, "Mixtral", "ForCausalLM", **CAUSAL, **EXPERTS)
+t5 = partial(
+    hugging, "T5", "ForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
+    num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+)  # fmt: skip
 
 
 def with_states(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
@@ -124,8 +133,8 @@ def through_config(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
 
 
 def gpt2(checkpointed: bool = False) -> nn.Module:
-    model: Any = hugging(
-        "GPT2Config", "GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+    model = hugging(
+        "GPT2", "LMHeadModel", vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -153,41 +162,10 @@ def next_word_masked(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, 
     return loss, {"loss_weight": (labels[:, 1:] != -100).sum()}
 
 
-def t5() -> nn.Module:
-    return hugging(
-        "T5Config", "T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2,
-        num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-
-
-def vit() -> nn.Module:
-    small = {key: value for key, value in SMALL.items() if key not in ("vocab_size", "max_position_embeddings")}
-    return hugging("ViTConfig", "ViTForImageClassification", image_size=16, patch_size=8, **small)
-
-
-def llama() -> nn.Module:
-    return hugging(
-        "LlamaConfig", "LlamaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-
-
-def mixtral() -> nn.Module:
-    return hugging(
-        "MixtralConfig", "MixtralForCausalLM", vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-        num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager",
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-
-
 def pictures(num: int = NUM_SAMPLES, side: int = 16) -> DataLoader[Any]:
-    g = torch.Generator().manual_seed(5)
-    rows = [
-        {"pixel_values": torch.rand(3, side, side, generator=g, dtype=torch.float64), "labels": torch.tensor(i % 3)}
-        for i in range(num)
-    ]
+    g = generator(5)
+    images = [torch.rand(3, side, side, generator=g, dtype=torch.float64) for _ in range(num)]
+    rows = [{"pixel_values": image, "labels": torch.tensor(i % 3)} for i, image in enumerate(images)]
     return DataLoader(rows, batch_size=4)  # pyright: ignore[reportArgumentType]
 
 
@@ -212,10 +190,8 @@ def shuffling() -> nn.Module:
 
 def swin() -> nn.Module:
     options = {"patch_size": [4, 4], "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": [2, 2]}
-    model = importlib.import_module("torchvision.models").SwinTransformer(
-        **options, stochastic_depth_prob=0.0, num_classes=3
-    )
-    return without_randomness(model.double())
+    make = importlib.import_module("torchvision.models").SwinTransformer
+    return without_randomness(make(**options, stochastic_depth_prob=0.0, num_classes=3).double())
 
 
 class Backbone(nn.Module):
@@ -258,7 +234,7 @@ def segmented(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
 
 def picture_with_boxes(i: int, varying: bool = False, num: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     """A picture with `num` boxes; 0: with one to three."""
-    g = torch.Generator().manual_seed(50 + i)
+    g = generator(50 + i)
     num, side = num or (1, 2, 2, 3)[i % 4], 64 + (8 * (i % 2) if varying else 0)
     corner = torch.rand(num, 2, generator=g, dtype=torch.float64) * 30
     boxes = torch.cat([corner, corner + 8 + 16 * torch.rand(num, 2, generator=g, dtype=torch.float64)], 1)
@@ -274,8 +250,7 @@ def unzipped(samples: list[Any]) -> tuple[Any, ...]:
 def with_boxes(varying: bool = False, as_lists: bool = False, num: int = 0, batch_size: int = 4) -> DataLoader[Any]:
     """Pictures and boxes. Trap: with as many boxes per picture as pictures, or as channels, sizes tell nothing."""
     rows = [picture_with_boxes(i, varying, num) for i in range(NUM_SAMPLES)]
-    collate = listed if as_lists else unzipped
-    return DataLoader(rows, batch_size=batch_size, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    return DataLoader(rows, batch_size=batch_size, collate_fn=listed if as_lists else unzipped)  # pyright: ignore
 
 
 def listed(samples: list[Any]) -> dict[str, Any]:
@@ -289,16 +264,16 @@ def detector(name: str) -> nn.Module:
     width = 32 if name == "fcos" else 8
     backbone: Any = nn.Sequential(nn.Conv2d(3, width, 3, 8, 1), nn.ReLU(), nn.Conv2d(width, width, 3, 1, 1))
     backbone.out_channels = width
-    generator = anchors.AnchorGenerator(sizes=((16, 24),), aspect_ratios=((1.0,),))
+    made = anchors.AnchorGenerator(sizes=((16, 24),), aspect_ratios=((1.0,),))
     small = {"min_size": 64, "max_size": 128}
     if name == "retinanet":
-        return detection.RetinaNet(backbone, num_classes=3, anchor_generator=generator, **small).double()
+        return detection.RetinaNet(backbone, num_classes=3, anchor_generator=made, **small).double()
     if name == "fcos":
         single = anchors.AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
         return detection.FCOS(backbone, num_classes=3, anchor_generator=single, **small).double()
     pool = importlib.import_module("torchvision.ops").MultiScaleRoIAlign(["0"], 3, 2)
     return detection.FasterRCNN(
-        backbone, num_classes=3, rpn_anchor_generator=generator, box_roi_pool=pool, rpn_batch_size_per_image=1000,
+        backbone, num_classes=3, rpn_anchor_generator=made, box_roi_pool=pool, rpn_batch_size_per_image=1000,
         box_batch_size_per_image=1000, **small,
     ).double()  # fmt: skip
 
@@ -340,7 +315,7 @@ def detected_one_by_one(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[st
 
 def graph(i: int) -> Any:
     data = importlib.import_module("torch_geometric.data")
-    g = torch.Generator().manual_seed(70 + i)
+    g = generator(70 + i)
     nodes = 3 + i % 3
     ring = torch.arange(nodes)
     return data.Data(
@@ -375,7 +350,7 @@ def sampled_nodes() -> Any:
     """Minibatches of the nodes of one big graph, by a loader that is a torch DataLoader of indices."""
     data = importlib.import_module("torch_geometric.data")
     loader = importlib.import_module("torch_geometric.loader")
-    g = torch.Generator().manual_seed(9)
+    g = generator(9)
     nodes = 12
     ring = torch.arange(nodes)
     edges = torch.stack([torch.cat([ring, ring]), torch.cat([ring.roll(1), ring.roll(3)])])
@@ -427,9 +402,8 @@ def first_length(batch: Any) -> int:
 
 
 def _case(
-    make: Callable[[], nn.Module], loss: Callable[..., Any], data: Callable[[], Any], kind: type[Trained] = Trained,
-    size: Any = None, tolerance: float = TOLERANCE,
-) -> tuple[Callable[[], Trained], Callable[[], Any], float]:  # fmt: skip
+    make: Any, loss: Any, data: Any, kind: type[Trained] = Trained, size: Any = None, tolerance: float = TOLERANCE
+) -> Any:
     return lambda: kind(make(), loss, size), lambda: (data(), data()), tolerance
 
 
@@ -477,4 +451,5 @@ CASES: dict[str, tuple[Callable[[], Trained], Callable[[], Any], float]] = {
 
 
 def case(name: str) -> Case:
-    return Case(name, *CASES[name])
+    module, loaders, allowed = CASES[name]
+    return Case(name, "zoo", module, loaders, tolerance=allowed)

@@ -1,27 +1,21 @@
 """Models and metrics of other packages: one device's training under every strategy, or refused."""
 
-from collections.abc import Iterator
-
 import pytest
 from metric_cases import LEFT_OUT, classes, is_task_front, names
 from model_cases import CASES
-from zoo import STRATEGIES, Zoo, needs
+from zoo import STRATEGIES, Zoo, lent_zoo, needs  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def zoo() -> Iterator[Zoo]:
-    found = Zoo()
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", [*CASES, *names()])
 def test_training_is_one_devices_or_refused(name: str, strategy: str, zoo: Zoo) -> None:
     needs(name.partition(":")[0] if name in CASES else "scipy")
-    zoo.check(name, strategy)
+    verdict = zoo.of(name, strategy)
+    if verdict.word == "unsound":  # stock Lightning does not run it either
+        pytest.skip(verdict.detail)
+    assert verdict.word in ("equal", "refused"), f"{name} under {strategy}: {verdict}"
 
 
 def test_every_metric_class_has_a_case_or_a_reason() -> None:
