@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from differential.pool import Group
+from differential.watching import flat
 from lightning_fabric.utilities import device_parser
 from tiny import Points, quiet
 from torch import Tensor, nn
@@ -339,25 +340,21 @@ def compare(expected: Seen, found: list[Seen], without: tuple[str, ...] = (), to
     warned = [text for seen in found for text in seen.warned if text not in expected.warned]
     got, want = differences[others[0]]
     text = f"{' '.join(map(str, others[0]))} is {got!s:.99} instead of {want!s:.99}; {len(others)} values differ"
+    text = " ".join(text.split())
     return Verdict("warned", f"{text}; warned: {' '.join(warned[0].split())}") if warned else Verdict("wrong", text)
 
 
 def _differing(found: Any, expected: Any, tolerance: float, *path: str) -> dict[tuple[Any, ...], Any]:
     """(found, expected) of each value that differs, by its path."""
-    mine, theirs = _flat(found, path), _flat(expected, path)
+    mine, theirs = flat(found, *path), flat(expected, *path)
     pairs = {place: (mine.get(place), theirs.get(place)) for place in {**theirs, **mine}}
     return {place: pair for place, pair in pairs.items() if not _close(*pair, tolerance)}
 
 
-def _flat(value: Any, path: tuple[Any, ...]) -> dict[tuple[Any, ...], Tensor]:
-    """Values by their paths; a number stands for nan, which a metric may be on one device, too."""
-    if isinstance(value, Mapping):
-        return {place: one for key in value for place, one in _flat(value[key], (*path, key)).items()}
-    return {path: torch.as_tensor(value, dtype=torch.float64).nan_to_num(nan=1e30)}
-
-
-def _close(found: Tensor | None, expected: Tensor | None, tolerance: float) -> bool:
-    if found is None or expected is None or found.shape != expected.shape:
+def _close(found: Any, expected: Any, tolerance: float) -> bool:
+    if found is None or expected is None:
         return False
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    return bool(((found - expected).abs() <= tolerance * largest + tolerance / 100).all())
+    # a number stands for nan, which a metric may be on one device, too
+    a, b = (torch.as_tensor(one, dtype=torch.float64).nan_to_num(nan=1e30) for one in (found, expected))
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    return a.shape == b.shape and bool(((a - b).abs() <= tolerance * largest + tolerance / 100).all())

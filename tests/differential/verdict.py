@@ -9,6 +9,7 @@ from .cases import Case, Spread
 from .observe import Failure, Observed
 from .pool import Pool
 from .settled import whole
+from .watching import flat
 
 OWN_PART = ("outputs", "evaluated", "test_outputs")
 """What hooks of a rank see of its own part of a batch; not compared under ranks."""
@@ -184,43 +185,28 @@ def _scalars(value: Any) -> Any:
     return value
 
 
-def _difference(expected: Any, found: Any, path: str, tolerance: float) -> str:
+def _difference(expected: Any, found: Any, name: str, tolerance: float) -> str:
     """The first difference, or nothing."""
-    if isinstance(expected, torch.Tensor) or isinstance(found, torch.Tensor):
-        return _of_tensors(expected, found, path, tolerance)
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if list(map(str, sorted(expected))) != list(map(str, sorted(found))):
-            missing, more = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-            return f"{path}: keys missing {missing}, keys too many {more}"
-        pairs = ((f".{key}", expected[key], found[key]) for key in expected)
-        return next(filter(None, (_difference(a, b, f"{path}{place}", tolerance) for place, a, b in pairs)), "")
-    if isinstance(expected, list) and isinstance(found, list):
-        if len(expected) != len(found):
-            return f"{path}: {len(expected)} entries expected, {len(found)} found: {expected!r:.200} / {found!r:.200}"
-        pairs = ((f"[{i}]", *pair) for i, pair in enumerate(zip(expected, found, strict=True)))
-        return next(filter(None, (_difference(a, b, f"{path}{place}", tolerance) for place, a, b in pairs)), "")
-    if isinstance(expected, (int, float)) and isinstance(found, (int, float)) and not isinstance(expected, bool):
-        numbers = torch.tensor([float(expected), float(found)], dtype=torch.float64)  # perhaps of a float32 value
-        return _of_tensors(numbers[0], numbers[1], path, max(tolerance, 1e-6))
-    return "" if expected == found else f"{path}: {expected!r:.200} expected, {found!r:.200} found"
+    mine, theirs = flat(expected, name), flat(found, name)
+    for place in {**mine, **theirs}:
+        pair = mine.get(place, "(missing)"), theirs.get(place, "(missing)")
+        if not _alike(*pair, tolerance):
+            return f"{'.'.join(map(str, place))}: {_text(pair[0])} expected, {_text(pair[1])} found"
+    return ""
 
 
-def _of_tensors(expected: Any, found: Any, path: str, tolerance: float) -> str:
-    try:
-        a, b = torch.as_tensor(expected), torch.as_tensor(found)
-    except (TypeError, ValueError, RuntimeError):
-        return f"{path}: {expected!r:.200} expected, {found!r:.200} found"
-    if a.shape != b.shape:
-        return f"{path}: shape {tuple(a.shape)} expected, {tuple(b.shape)} found"
-    if torch.is_tensor(expected) and torch.is_tensor(found) and a.dtype != b.dtype:
-        return f"{path}: {a.dtype} expected, {b.dtype} found"
+def _text(one: Any) -> str:
+    return f"{one.tolist()!s:.200} ({one.dtype})" if torch.is_tensor(one) else f"{one!r:.200}"
+
+
+def _alike(expected: Any, found: Any, tolerance: float) -> bool:
+    if any(one is None or isinstance(one, (str, bool)) for one in (expected, found)):
+        return expected == found and type(expected) is type(found)
+    if not torch.is_tensor(expected) and not torch.is_tensor(found):
+        tolerance = max(tolerance, 1e-6)  # perhaps of a float32 value
+    a, b = (one if torch.is_tensor(one) else torch.tensor(one, dtype=torch.float64) for one in (expected, found))
+    if a.shape != b.shape or (torch.is_tensor(expected) and torch.is_tensor(found) and a.dtype != b.dtype):
+        return False
     if torch.float32 in (a.dtype, b.dtype):  # torchmetrics computes many values in it, whatever the module's dtype
         tolerance = max(tolerance, TOLERANCES["float32"])
-    if torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True):
-        return ""
-    return f"{path}: {_few(a)} expected, {_few(b)} found"
-
-
-def _few(value: torch.Tensor) -> str:
-    numbers = value.double().flatten().tolist()
-    return ", ".join(f"{number:.8g}" for number in numbers[:4]) + (", ..." if len(numbers) > 4 else "")
+    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -23,6 +23,14 @@ def kept(value: Any) -> Any:
     return torch.as_tensor(value) if type(value).__module__ == "numpy" else f"<{type(value).__name__}>"
 
 
+def flat(value: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
+    """The leaves of dicts and lists, by their paths."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return {path: value}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {place: leaf for key, item in items for place, leaf in flat(item, *path, key).items()}
+
+
 class Watch(pl.Callback):
     """Keeps gradients, outputs, logged values and the order of hooks."""
 

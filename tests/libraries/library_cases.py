@@ -20,6 +20,14 @@ Made = tuple[Any, dict[str, Any]]
 vars(dataloader).setdefault("T_co", TypeVar("T_co", covariant=True))  # schnetpack imports it; torch had it
 
 
+def load(package: str, *parts: str) -> list[Any]:
+    return [importlib.import_module(f"{package}.{part}" if part else package) for part in parts]
+
+
+def drawn(*shape: int, g: torch.Generator | None = None) -> Tensor:
+    return torch.randn(NUM_SAMPLES, *shape, generator=g or generator(), dtype=torch.float64)
+
+
 def rows(**columns: Tensor) -> DataLoader[Any]:
     """Batches of 4, 4 and 3 dicts."""
     samples = [{name: column[i] for name, column in columns.items()} for i in range(NUM_SAMPLES)]
@@ -36,7 +44,7 @@ def doubled(item: Any) -> Any:
 
 def chemprop() -> Made:
     """A message passing network on molecules; its batches are TrainingBatch, a NamedTuple with a BatchMolGraph."""
-    data, models, parts = (importlib.import_module(f"chemprop.{name}") for name in ("data", "models", "nn"))
+    data, models, parts = load("chemprop", "data", "models", "nn")
     smiles = ["CC", "CCO", "CCN", "CCC", "c1ccccc1", "CO", "CCCl", "CC(C)O", "C=C", "C#N", "CCCC"]
     points = [data.MoleculeDatapoint.from_smi(smi, y=[float(i % 4)]) for i, smi in enumerate(smiles)]
     model = models.MPNN(
@@ -59,9 +67,8 @@ def scvi() -> Made:
         n_input=4, n_hidden=8, n_labels=3, n_layers=1, dropout_rate=0.0, use_batch_norm=False, use_layer_norm=True,
         logits=True,
     )  # fmt: skip
-    x = torch.randn(NUM_SAMPLES, 4, generator=generator(), dtype=torch.float64)
     labels = (torch.arange(NUM_SAMPLES) % 3)[:, None]
-    return plan(classifier, lr=0.01), both(lambda: rows(X=x, labels=labels))
+    return plan(classifier, lr=0.01), both(lambda: rows(X=drawn(4), labels=labels))
 
 
 def pytorch_forecasting() -> Made:
@@ -93,8 +100,8 @@ def gluonts() -> Made:
         {"prediction_length": 2, "context_length": 6, "hidden_dimensions": [8], "batch_norm": False}
     )
     g = generator()
-    past = torch.randn(NUM_SAMPLES, 6, generator=g, dtype=torch.float64).cumsum(1)
-    future = past[:, -2:] + torch.randn(NUM_SAMPLES, 2, generator=g, dtype=torch.float64)
+    past = drawn(6, g=g).cumsum(1)
+    future = past[:, -2:] + drawn(2, g=g)
     seen = {"future_observed_values": torch.ones_like(future), "past_observed_values": torch.ones_like(past)}
     return module, both(lambda: rows(past_target=past, future_target=future, **seen))
 
@@ -113,8 +120,7 @@ def doubled_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def anomalib() -> Made:
     """Reverse distillation of Anomalib on random weights; batches are ImageBatch, a dataclass of its own."""
-    models, items = importlib.import_module("anomalib.models"), importlib.import_module("anomalib.data")
-    processing = importlib.import_module("anomalib.pre_processing")
+    models, items, processing = load("anomalib", "models", "data", "pre_processing")
     transforms = importlib.import_module("torchvision.transforms.v2")
     model = models.ReverseDistillation(
         backbone="resnet18", layers=["layer1", "layer2", "layer3"], pre_trained=False, evaluator=False,
@@ -123,22 +129,21 @@ def anomalib() -> Made:
     model.model.register_forward_pre_hook(doubled_input)  # its items are float32, whatever they are given
     images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=generator(), dtype=torch.float64)
     samples = [items.ImageItem(image=image, gt_label=torch.tensor(False)) for image in images]
-    loader: Any = lambda: DataLoader(samples, batch_size=4, collate_fn=items.ImageBatch.collate)  # noqa: E731
-    return without_randomness(model), {"train_dataloaders": loader()}
+    loader = DataLoader(samples, batch_size=4, collate_fn=items.ImageBatch.collate)  # pyright: ignore
+    return without_randomness(model), {"train_dataloaders": loader}
 
 
 def nequip() -> Made:
     """An energy model of NequIP; its batch is one graph of all atoms, its loss a metric over all ranks."""
     importlib.import_module("nequip.utils.global_state").set_global_state()
-    data, train = importlib.import_module("nequip.data"), importlib.import_module("nequip.train")
-    neighbors = importlib.import_module("nequip.data._nl").compute_neighborlist_
+    data, train, lists = load("nequip", "data", "train", "data._nl")
     g = generator()
 
     def molecule(num_atoms: int) -> Any:
         drawn = {name: torch.randn(num_atoms, 3, generator=g, dtype=torch.float64) for name in ("pos", "forces")}
         energy = torch.randn(1, 1, generator=g, dtype=torch.float64)
         atoms = data.from_dict({**drawn, "atom_types": torch.arange(num_atoms) % 2, "total_energy": energy})
-        return neighbors(atoms, r_max=4.0, backend="ase")
+        return lists.compute_neighborlist_(atoms, r_max=4.0, backend="ase")
 
     molecules = [molecule(3 + i % 3) for i in range(NUM_SAMPLES)]
     model = {
@@ -199,8 +204,8 @@ def pyannote() -> Made:
 
 def rl4co(baseline: str = "no") -> Made:
     """The attention model of RL4CO on travelling salesmen, which decodes greedily; batches are TensorDicts."""
-    models, data = importlib.import_module("rl4co.models"), importlib.import_module("rl4co.data.dataset")
-    env = importlib.import_module("rl4co.envs").TSPEnv(generator_params={"num_loc": 6})
+    models, data, envs = load("rl4co", "models", "data.dataset", "envs")
+    env = envs.TSPEnv(generator_params={"num_loc": 6})
     policy = models.AttentionModelPolicy(
         env_name="tsp", embed_dim=16, num_encoder_layers=1, num_heads=2, feedforward_hidden=8,
         normalization="instance", train_decode_type="greedy",
@@ -237,31 +242,28 @@ def mean_absolute_error(targets: Any, predictions: Any) -> float:
 
 def deeptab() -> Made:
     """The multi-layer perceptron of DeepTab; its batches are ((list, list, list), labels), its metrics its own."""
-    training, data = importlib.import_module("deeptab.training"), importlib.import_module("deeptab.data")
+    training, data, architectures, configs = load("deeptab", "training", "data", "architectures", "configs")
     metric = importlib.import_module("torchmetrics").MeanSquaredError
     features = {f"x{i}": {"preprocessing": "none", "dimension": 1, "categories": None} for i in range(3)}
     task = training.TaskModel(
-        importlib.import_module("deeptab.architectures").MLP,
-        importlib.import_module("deeptab.configs").MLPConfig(layer_sizes=[8, 8], dropout=0.0),
-        (features, {}, {}), lr=0.01, optimizer_type="SGD",
-        train_metrics={"mse": metric()}, val_metrics={"mse": metric(), "mae": mean_absolute_error},
+        architectures.MLP, configs.MLPConfig(layer_sizes=[8, 8], dropout=0.0), (features, {}, {}), lr=0.01,
+        optimizer_type="SGD", train_metrics={"mse": metric()},
+        val_metrics={"mse": metric(), "mae": mean_absolute_error},
     )  # fmt: skip
     g = generator()
-    columns = [torch.randn(NUM_SAMPLES, 1, generator=g, dtype=torch.float64) for _ in features]
-    labels = torch.randn(NUM_SAMPLES, 1, generator=g, dtype=torch.float64)
-    dataset = data.TabularDataset([], columns, labels=labels)
+    columns = [drawn(1, g=g) for _ in features]
+    dataset = data.TabularDataset([], columns, labels=drawn(1, g=g))
     return task, both(lambda: DataLoader(dataset, batch_size=4))
 
 
 def schnetpack() -> Made:
     """A potential of SchNetPack with forces; its batches are dicts of all atoms and all pairs, in a row."""
-    package, task = importlib.import_module("schnetpack"), importlib.import_module("schnetpack.task")
-    atomistic, metrics = importlib.import_module("schnetpack.atomistic"), importlib.import_module("torchmetrics")
-    keys = importlib.import_module("schnetpack.properties")
+    package, task, atomistic, keys, models = load("schnetpack", "", "task", "atomistic", "properties", "model")
+    metrics = importlib.import_module("torchmetrics")
     torch.set_default_dtype(torch.float32)  # the library makes its basis by torch.FloatTensor
     radial_basis, cutoff = package.nn.GaussianRBF(4, 5.0), package.nn.CosineCutoff(5.0)
     torch.set_default_dtype(torch.float64)
-    network = importlib.import_module("schnetpack.model").NeuralNetworkPotential(
+    network = models.NeuralNetworkPotential(
         package.representation.SchNet(n_atom_basis=8, n_interactions=1, radial_basis=radial_basis, cutoff_fn=cutoff),
         [atomistic.PairwiseDistances()],
         [atomistic.Atomwise(n_in=8, output_key="energy"), atomistic.Forces()],
@@ -328,8 +330,8 @@ def neuralforecast() -> Made:
 
 def pytorch_tabular() -> Made:
     """A category embedding model without BatchNorm and dropout; its batches are dicts."""
-    package, config = importlib.import_module("pytorch_tabular"), importlib.import_module("pytorch_tabular.config")
-    models, pandas = importlib.import_module("pytorch_tabular.models"), importlib.import_module("pandas")
+    package, config, models = load("pytorch_tabular", "", "config", "models")
+    pandas = importlib.import_module("pandas")
     model = package.TabularModel(
         data_config=config.DataConfig(target=["y"], continuous_cols=["a", "b"], categorical_cols=["kind"]),
         model_config=models.CategoryEmbeddingModelConfig(
