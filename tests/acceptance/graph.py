@@ -143,7 +143,7 @@ def one_graph():
     return tuple(DataLoader([data], batch_size=1, collate_fn=lambda b: b[0]) for _ in range(2))
 
 
-@case(one_graph, "remedy", max_epochs=3)
+@case(one_graph, max_epochs=3)
 class Transductive(NodeClassifier):
     """One graph is the only batch, with masks of training and validation nodes: nothing can be cut."""
 

@@ -63,7 +63,7 @@ def spoken(n, s):
     return Rows(x, ragged(n, 4, lambda k, seed: ints(5, k, seed=seed, low=1), s))
 
 
-@case(both(spoken, collate_fn=speech), "remedy")
+@case(both(spoken, collate_fn=speech))
 class SpeechCTC(Lit):
     """CTC, each utterance's loss divided by its length (the default reduction).
 
@@ -104,7 +104,7 @@ def time_first(batch):
     return torch.stack(x, dim=1), torch.stack(y)
 
 
-@case(both(lambda n, s: Rows(normal(n, 10, 2, seed=s), ints(3, n, seed=s)), collate_fn=time_first), "remedy")
+@case(both(lambda n, s: Rows(normal(n, 10, 2, seed=s), ints(3, n, seed=s)), collate_fn=time_first))
 class TimeFirst(Lit):
     """Samples are dimension 1 of the inputs, as torch's recurrent layers have it by default."""
 

@@ -29,11 +29,15 @@ HOOKS = ("none", "init_features", "each_step", "first_step", "changes_output", "
          "removed_later", "on_submodule_of_children")  # fmt: skip
 
 
-class Residual(nn.Linear):
+class Residual(nn.Module):
     """A block that adds what it was given."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(super().forward(x))
+        return x + torch.tanh(self.inner(x))
 
 
 def make_net(kind: str) -> nn.Sequential:
@@ -47,7 +51,7 @@ def make_net(kind: str) -> nn.Sequential:
         "norm": [nn.LayerNorm(8), nn.Linear(8, 8), nn.GroupNorm(2, 8)],
         "deep": [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Softplus()],
         "nested": [nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))],
-        "residual": [Residual(8, 8), Residual(8, 8)],
+        "residual": [Residual(), Residual()],
     }[kind]
     net = nn.Sequential(first, nn.Tanh(), *inner, last)
     if kind == "tied":
