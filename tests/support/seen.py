@@ -42,14 +42,16 @@ def raw_points(folder: Path) -> list[tuple[str, int, float]]:
 
 
 class Failing(Tiny):
-    """Logs its step's number, and fails at a step."""
+    """Logs its step's number, keeps those that it began, and fails at a step."""
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__()
         self.at = at
+        self.begun: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == self.at:
             raise KeyError("enough")
+        self.begun.append(self.trainer.global_step)
         self.log("index", float(self.trainer.global_step))
         return super().training_step(batch, batch_idx)

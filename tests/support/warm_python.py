@@ -165,7 +165,7 @@ def _forget_server() -> None:
     from preloaded import MAIN_PROCESS, PATH  # the server has it
 
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
-    for name in ("__mp_main__", "preloaded", "fork_server", "warm_python", "distributed"):
+    for name in ("__mp_main__", "fork_server", "warm_python", "distributed"):
         sys.modules.pop(name, None)
     process.ORIGINAL_DIR = os.getcwd()
     process._parent_process = None

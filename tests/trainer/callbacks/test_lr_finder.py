@@ -39,39 +39,33 @@ def searched(tmp_path: Path, *words: str, begin: int = 0) -> Result:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run with a search."""
-    return searched(tmp_path_factory.mktemp("found"))
-
-
-@pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The same without it."""
+    """A run without a search."""
     return searched(tmp_path_factory.mktemp("plain"), begin=2)
 
 
-def losses(result: Result) -> list[float]:
+def rows_of(result: Result) -> list[dict[str, float]]:
     with (Path(result.run_dir) / "lr_finder.csv").open(encoding="utf-8") as file:
-        return [float(row["smoothed"]) for row in csv.DictReader(file)]
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
-def test_losses_are_the_same_under_every_strategy(found: Result, tmp_path: Path) -> None:
-    expected = losses(found)
+def test_losses_are_the_same_under_every_strategy_and_training_as_without_the_search(
+    plain: Result, tmp_path: Path
+) -> None:
+    found = searched(tmp_path)
+    assert found.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], abs=1e-12)
+    expected = [row["smoothed"] for row in rows_of(found)]
     assert len(expected) == 24
     ranks = ["devices=2", "strategy.batch_size_is=global"]
     for words in (["strategy=dp", "devices=3"], ["strategy=ddp", *ranks], ["strategy=fsdp", *ranks]):
-        assert losses(searched(tmp_path, *words)) == pytest.approx(expected, abs=1e-10), words
-
-
-def test_training_is_the_same_as_without_the_search(found: Result, plain: Result) -> None:
-    assert found.metrics["val/loss"] == pytest.approx(plain.metrics["val/loss"], abs=1e-12)
+        smoothed = [row["smoothed"] for row in rows_of(searched(tmp_path, *words))]
+        assert smoothed == pytest.approx(expected, abs=1e-10), words
 
 
 def test_the_rate_is_set_on_request(tmp_path: Path) -> None:
     result = searched(tmp_path, "callbacks.lr_finder.update=true", "callbacks.lr_finder.num_steps=60")
-    with (Path(result.run_dir) / "lr_finder.csv").open(encoding="utf-8") as file:
-        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    rates, losses = (np.array([row[key] for row in rows])[10:-1] for key in ("lr", "smoothed"))  # as Lightning does
+    rows = rows_of(result)[10:-1]  # as Lightning does
+    rates, losses = (np.array([row[key] for row in rows]) for key in ("lr", "smoothed"))
     best = rates[np.gradient(losses, rates).argmin()]
     assert events(result).Scalars("lr-AdamW")[-1].value == pytest.approx(best, rel=1e-5)
 

@@ -33,28 +33,25 @@ def train(strategy: Any, num: int, norm_type: float) -> list[float]:
     return [value for _, value in tape.of("gradient/norm")]
 
 
-def skip(strategy: Any, num: int) -> Tensor:
+def observed(num: int) -> tuple[list[float], list[float], Tensor]:
+    """Norms of two kinds, and the weights after a step that is skipped."""
+
+    def strategy() -> Any:
+        return FSDPStrategy(batch_size_is="global", timeout_s=60) if num > 1 else SingleDeviceStrategy()
+
+    norms = [train(strategy(), num, norm_type) for norm_type in (2.0, torch.inf)]
     pl.seed_everything(7, verbose=False)
     module = Overflowing()
-    quiet_trainer(strategy, num, detect_nonfinite="skip_step").fit(module, DataLoader(Numbered(), 6))
-    return weights(module)
-
-
-def strategy() -> FSDPStrategy:
-    return FSDPStrategy(batch_size_is="global", timeout_s=60)
-
-
-def on_ranks() -> Any:
-    return train(strategy(), 2, 2.0), train(strategy(), 2, torch.inf), skip(strategy(), 2)
+    quiet_trainer(strategy(), num, detect_nonfinite="skip_step").fit(module, DataLoader(Numbered(), 6))
+    return norms[0], norms[1], weights(module)
 
 
 @pytest.mark.slow
 def test_norms_and_nonfinite_gradients_are_those_of_all_shards() -> None:
-    euclidean, largest = (train(SingleDeviceStrategy(), 1, norm_type) for norm_type in (2.0, torch.inf))
-    skipped = skip(SingleDeviceStrategy(), 1)
+    euclidean, largest, skipped = observed(1)
     assert skipped.isfinite().all()
-    ranks = run_ranks(on_ranks, 2, timeout_s=200)
-    assert ranks[0][0] == pytest.approx(euclidean, abs=1e-10)
-    assert ranks[0][1] == pytest.approx(largest, abs=1e-10)
-    for _, _, found in ranks:
-        torch.testing.assert_close(found, skipped, rtol=0, atol=1e-10)
+    for rank, found in enumerate(run_ranks(observed, 2, 2, timeout_s=200)):
+        if rank == 0:
+            assert found[0] == pytest.approx(euclidean, abs=1e-10)
+            assert found[1] == pytest.approx(largest, abs=1e-10)
+        torch.testing.assert_close(found[2], skipped, rtol=0, atol=1e-10)

@@ -1,7 +1,6 @@
 """What people see: the dashboard's data, the start-up block, the lines of epochs."""
 
 import io
-import json
 import logging
 import re
 import sys
@@ -20,13 +19,12 @@ from tiny import Points, Tiny, quiet
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
-from evener.strategies import DataParallelStrategy, DDPStrategy
+from evener.strategies import DataParallelStrategy
 from evener.strategies.batch.policies import FirstChunk
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm
 from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
-from evener.trainer.callbacks.step_times import DDPTimes
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
@@ -79,25 +77,21 @@ def test_the_layout_opens_on_loss_and_metrics(digits: Result) -> None:
     assert shown(log, "Optimizer", "gradient norm") == {"gradient/norm"}
 
 
-def test_the_layout_knows_the_tags_of_balanced_strategies() -> None:
-    devices = layout("val/loss")["Devices"]
-    tags = ["balance/share_1", "balance/time_s_1", "device/peak_memory_mib_1", "balance/efficiency"]
-    for chart, tag in zip(devices.values(), tags, strict=True):
-        assert [other for other in tags if re.match(chart[1][0], other)] == [tag]
-
-
-def test_no_chart_of_metrics_shows_our_own_tags() -> None:
-    metrics = layout(None)["Loss and metrics"]
-    for tag in ("speed/step_ms", "device/peak_memory_mib_0", "balance/efficiency", "gradient/norm", "lr-SGD", "epoch"):
-        assert not any(re.match(chart[1][0], tag) for chart in metrics.values()), tag
-    assert re.match(metrics["metrics"][1][0], "epochs_without_errors")
-    assert re.match(metrics["loss"][1][0], "valLoss")
-
-
-def test_a_dot_in_the_monitored_name_stands_for_itself(tmp_path: Path) -> None:
-    (expression,) = layout("val.acc")["Loss and metrics"]["monitored: val.acc"][1]
-    assert re.match(expression, "val.acc")
-    assert not re.match(expression, "val_acc")
+@pytest.mark.parametrize(
+    ("category", "chart", "tags", "others"),
+    [
+        ("Devices", "share of the batch", ["balance/share_1"], ["balance/time_s_1", "balance/efficiency"]),
+        ("Loss and metrics", "loss", ["valLoss"], ["gradient/norm", "lr-SGD"]),
+        (
+            "Loss and metrics", "metrics", ["epochs_without_errors"],
+            ["speed/step_ms", "device/peak_memory_mib_0", "balance/efficiency", "gradient/norm", "lr-SGD", "epoch"],
+        ),
+        ("Loss and metrics", "monitored: val.acc", ["val.acc"], ["val_acc"]),
+    ],
+)  # fmt: skip
+def test_a_chart_shows_its_tags_alone(category: str, chart: str, tags: list[str], others: list[str]) -> None:
+    (expression,) = layout("val.acc")[category][chart][1]
+    assert [tag for tag in (*tags, *others) if re.match(expression, tag)] == tags
 
 
 def test_speed_has_a_point_per_log_point(digits: Result) -> None:
@@ -113,16 +107,13 @@ def test_speed_has_a_point_per_log_point(digits: Result) -> None:
         assert speed.value * time.value / 1000 == pytest.approx(64, rel=1e-4)
 
 
-def test_devices_have_a_point_per_epoch(digits: Result) -> None:
+def test_devices_have_a_point_per_epoch_and_the_plan_is_in_the_text_tab(digits: Result) -> None:
     log = events(digits)
     assert [(point.step, point.value) for point in log.Scalars("balance/share_1")] == [(5, 0.5), (11, 0.5)]
     memory = [point.value for point in log.Scalars("device/peak_memory_mib_0")]
     assert len(memory) == 2
     assert 50 < memory[0] <= memory[1] == pytest.approx(digits.peak_memory_mib[0], rel=0.05)
-
-
-def test_the_partition_plan_is_in_the_text_tab(digits: Result) -> None:
-    (event,) = events(digits).Tensors("partition/text_summary")
+    (event,) = log.Tensors("partition/text_summary")
     lines = [line.strip() for line in event.tensor_proto.string_val[0].decode().splitlines()]
     assert "global batch 64 = 2 replicas × 32 samples" in lines
     assert lines[-3:] == ["device       samples", "0       cpu  32", "1       cpu  32"]
@@ -201,46 +192,6 @@ def test_the_gradient_norm_is_the_unclipped_one() -> None:
     assert logger.of("gradient/norm") == [(0, pytest.approx(5.0)), (1, pytest.approx(5.0))]  # of (3, 4)
 
 
-def test_torch_still_measures_ddp(tmp_path: Path) -> None:
-    """The names that `DDPTimes` reads."""
-    told = tmp_path / "told"  # by the rank's own process
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            times = DDPTimes.of(trainer)
-            assert times is not None
-            if trainer.global_rank:
-                return
-            seen = [times.exposed_communication_ms(), times.own_compute_s()]
-            if None not in seen:
-                data = trainer.strategy.model._get_ddp_logging_data()  # pyright: ignore  # in nanoseconds
-                exposed = data["backward_comm_time"] - data["backward_compute_comm_overlap_time"]
-                computed = data["forward_compute_time"] + data["backward_compute_time"]
-                seen += [max(0.0, exposed / 1e6), computed / 1e9]
-                with pytest.MonkeyPatch.context() as patch:  # the ranks have lost one, and go on with another wrapper
-                    patch.setattr(trainer.strategy.model, "logger", None)
-                    assert times.exposed_communication_ms() is None
-            told.write_text((told.read_text() if told.exists() else "") + json.dumps(seen) + "\n")
-
-    quiet(strategy=DDPStrategy(), devices=2, max_epochs=2, log_every_n_steps=1, callbacks=[Look()]).fit(Line())
-    first, second = map(json.loads, told.read_text().splitlines())
-    assert first == [None, None]
-    assert second[:2] == pytest.approx(second[2:])
-    assert second[1] > 0
-
-
-@pytest.mark.parametrize(
-    ("sizes", "part", "line"),
-    [
-        ([64] * 4, "rank", "256 = 4 ranks × 64 samples"),
-        ([16, 24, 24], "replica", "64 = 16 + 24 + 24 samples on 3 replicas"),
-        ([2000], "device", "2,000 samples"),
-    ],
-)
-def test_a_cut_is_written_as_a_sum(sizes: list[int], part: str, line: str) -> None:
-    assert cut_line(sizes, part) == line
-
-
 def test_the_batch_line_counts_accumulation_and_uneven_chunks() -> None:
     told: list[str] = []
 
@@ -254,54 +205,45 @@ def test_the_batch_line_counts_accumulation_and_uneven_chunks() -> None:
     assert told == ["4 = 1 + 3 samples on 2 replicas; an optimizer step takes 2 of them, 8 samples"]
 
 
-POLICIES = [
-    ({"monitor": "val/loss"}, "the best by val/loss (min) and the last, every epoch"),
-    ({"monitor": "acc", "mode": "max", "save_top_k": 3}, "the best 3 by acc (max) and the last, every epoch"),
-    ({"every_n_steps": 1000, "save_last": False}, "the newest, every 1,000 steps"),
-    ({"interval_s": 900, "save_top_k": 0}, "the last, every 900 s"),
+SHARES = {"balance/efficiency": 0.896, "balance/share_0": 0.46875, "balance/share_1": 0.53125}
+SAID = [
+    (cut_line([64] * 4, "rank"), "256 = 4 ranks × 64 samples"),
+    (cut_line([16, 24, 24], "replica"), "64 = 16 + 24 + 24 samples on 3 replicas"),
+    (cut_line([2000], "device"), "2,000 samples"),
+    (memory_text([812.2, 812.4]), "812 MiB"),
+    (memory_text([1812.0, 790.0]), "1,812, 790 MiB"),
+    (shares_text(SHARES), "47%, 53%, efficiency 0.90"),
+    (checkpoint_policy(Checkpoint(monitor="val/loss")), "the best by val/loss (min) and the last, every epoch"),
+    (
+        checkpoint_policy(Checkpoint(monitor="acc", mode="max", save_top_k=3)),
+        "the best 3 by acc (max) and the last, every epoch",
+    ),
+    (checkpoint_policy(Checkpoint(every_n_steps=1000, save_last=False)), "the newest, every 1,000 steps"),
+    (checkpoint_policy(Checkpoint(interval_s=900, save_top_k=0)), "the last, every 900 s"),
 ]
 
 
-@pytest.mark.parametrize(("options", "told"), POLICIES)
-def test_a_checkpoint_policy_is_told_in_words(options: dict[str, Any], told: str) -> None:
-    assert checkpoint_policy(Checkpoint(**options)) == told
-
-
-def test_equal_peaks_are_told_once() -> None:
-    assert memory_text([812.2, 812.4]) == "812 MiB"
-    assert memory_text([1812.0, 790.0]) == "1,812, 790 MiB"
-    assert memory_text([]) == ""
-
-
-def test_the_closing_table_has_the_shares_of_a_balanced_run() -> None:
-    metrics = {"balance/efficiency": 0.896, "balance/share_0": 0.46875, "balance/share_1": 0.53125}
-    assert shares_text(metrics) == "47%, 53%, efficiency 0.90"
-    assert shares_text({"train/loss": 1.0}) == ""
-
-
-def test_tensorboard_is_named_where_it_has_something_to_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = Result("fit", "dp", ["cpu"], 1, str(tmp_path), {"train/loss": 0.5, "val/acc": 0.25})
-    show_summary(result)
-    told = capsys.readouterr().out
-    assert "tensorboard --logdir" not in told
-    SummaryWriter(str(tmp_path)).close()
-    show_summary(result)
-    assert "tensorboard --logdir logs" in capsys.readouterr().out
+@pytest.mark.parametrize(("said", "expected"), SAID)
+def test_cuts_memory_shares_and_policies_are_told_in_words(said: str, expected: str) -> None:
+    assert said == expected
 
 
 def test_the_closing_table_is_whole_at_80_columns_and_shows_what_was_logged_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = tmp_path / ("long" * 20)
+    (run_dir := tmp_path / ("long" * 20)).mkdir()
     metrics = {"train/loss": 0.5, "train/loss_epoch": 0.5, "train/loss_step": 0.4, "val/acc": 0.25, "lr-Adam": 0.1}
-    show_summary(Result("fit", "dp", [f"cuda:{i}" for i in range(10)], 1, str(run_dir), metrics))
+    result = Result("fit", "dp", [f"cuda:{i}" for i in range(10)], 1, str(run_dir), metrics)
+    show_summary(result)
     told = capsys.readouterr().out.splitlines()
     table = [line for line in told if line.startswith("│")]
     assert {len(line) for line in table} == {80}
     assert [line.split()[1] for line in table] == ["strategy", "devices", "│", "train/loss", "val/acc"]
     assert told[-1] == f"run directory  {short_path(str(run_dir))}", "a path that is cut can't be pasted"
+    assert not any("tensorboard --logdir" in line for line in told)
+    SummaryWriter(str(run_dir)).close()  # which has something to show
+    show_summary(result)
+    assert "tensorboard --logdir logs" in capsys.readouterr().out
 
 
 def test_a_line_goes_to_the_output_that_a_bar_has_put_in_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

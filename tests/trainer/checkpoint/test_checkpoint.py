@@ -1,7 +1,6 @@
 """Checkpoints: names, which files are kept, and finding the newest."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,43 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_names_are_valid_overrides_and_a_metric_with_a_slash_makes_no_directory(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, "{epoch}-val={val/loss:.2f}", monitor="val/loss")
-    fit(Scored([0.5]), callback)
-    assert names(tmp_path) == ["0-val_0.50.ckpt", "last.ckpt"]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names(tmp_path))
+def step_of(path: Path | str) -> int:
+    return read(path)["global_step"]
 
 
-def test_best_k_are_kept_by_score(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2)
-    fit(Scored([0.5, 0.2, 0.9, 0.4]), callback)
-    assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
-    assert callback.best_model_path == str(tmp_path / "epoch001-step000004.ckpt")
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
+BEST_2 = ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
+POLICIES: dict[str, tuple[list[float], dict[str, Any], list[str]]] = {
+    "the best by score": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2}, BEST_2),
+    "in the background": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "background": True}, BEST_2),
+    "async": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "async": True}, BEST_2),
+    "steps are counted over epochs": (
+        [0.0] * 3, {"every_n_steps": 3, "save_top_k": -1},
+        ["epoch001-step000003.ckpt", "epoch002-step000006.ckpt", "last.ckpt"],
+    ),
+    # names are valid overrides, and a metric with a slash makes no directory
+    "names with values": (
+        [0.5], {"monitor": "val/loss", "filename": "{epoch}-val={val/loss:.2f}"}, ["0-val_0.50.ckpt", "last.ckpt"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_keeps_its_files(name: str, tmp_path: Path) -> None:
+    scores, options, kept = POLICIES[name]
+    callback = Checkpoint(tmp_path, **options)
+    assert callback._background is ("background" in options or "async" in options)
+    fit(Scored(scores), callback)
+    assert names(tmp_path) == kept
+    assert step_of(tmp_path / "last.ckpt") == 2 * len(scores)
+    if "monitor" in options:
+        assert callback.best_model_path == str(tmp_path / kept[0])
+    assert os.path.samefile(tmp_path / kept[-2], tmp_path / "last.ckpt"), "the last takes no room of its own"
+
+
+def test_a_metric_of_later_validations_is_waited_for(tmp_path: Path) -> None:
+    callback = Checkpoint(tmp_path, monitor="val/loss", every_n_epochs=1)
+    fit(Scored([9, 0.4, 9, 0.5]), callback, check_val_every_n_epoch=2)
+    assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
 
 
 def test_two_triggers_are_refused() -> None:
@@ -85,10 +108,6 @@ class Noisy(Scored):
         return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
 
 
-def step_of(path: Path | str) -> int:
-    return read(path)["global_step"]
-
-
 TRIGGERS: dict[str, dict[str, Any]] = {
     "steps": {"every_n_steps": 3},
     "epochs": {"every_n_epochs": 1},
@@ -131,23 +150,11 @@ def test_last_is_always_the_newest_and_no_link_dangles(trigger: str, tmp_path: P
     assert step_of(callback.last_model_path) == 12
 
 
-def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
-    fit(Noisy(), Checkpoint(tmp_path, every_n_steps=5, save_top_k=-1), max_epochs=3)
-    assert names(tmp_path) == ["epoch001-step000005.ckpt", "epoch002-step000010.ckpt", "last.ckpt"]
-
-
-def test_last_costs_no_second_file(tmp_path: Path) -> None:
-    fit(Noisy(), Checkpoint(tmp_path), max_epochs=1)
-    assert os.path.samefile(tmp_path / "epoch000-step000004.ckpt", tmp_path / "last.ckpt")
-
-
-def test_the_best_score_survives_a_resume_into_a_new_directory(tmp_path: Path) -> None:
+def test_the_best_score_survives_a_resume_into_a_new_directory_with_another_trigger(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    first = Checkpoint(old, monitor="val/loss", save_top_k=2)
-    fit(Scored([0.3, 0.1]), first)
+    fit(Scored([0.3, 0.1]), Checkpoint(old, monitor="val/loss", save_top_k=2, every_n_epochs=1))
     before = {path: path.read_bytes() for path in old.iterdir()}
-
-    second = Checkpoint(new, monitor="val/loss", save_top_k=2)
+    second = Checkpoint(new, monitor="val/loss", save_top_k=2, every_n_steps=2)
     fit(Scored([0.3, 0.1, 0.9, 0.2, 0.8]), second, resume=old / "last.ckpt")
     assert second.best_model_path == str(old / "epoch001-step000004.ckpt")
     assert float(second.best_model_score or 0) == pytest.approx(0.1)
@@ -164,12 +171,6 @@ def test_a_typo_in_monitor_fails_by_the_first_validation_with_a_usable_file(tmp_
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):  # the monitor has a new name
         fit(Noisy(), Checkpoint(tmp_path, monitor="val/loss"), max_epochs=2, resume=tmp_path / "last.ckpt")
     assert step_of(tmp_path / "last.ckpt") == 8
-
-
-def test_a_metric_of_later_validations_is_waited_for(tmp_path: Path) -> None:
-    callback = Checkpoint(tmp_path, monitor="val/loss", every_n_epochs=1)
-    fit(Scored([9, 0.4, 9, 0.5]), callback, check_val_every_n_epoch=2)
-    assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
 
 
 def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,15 +192,6 @@ def test_a_disk_that_fills_up_costs_the_new_file_only(tmp_path: Path, monkeypatc
     assert callback.best_model_path == str(tmp_path / "epoch000-step000002.ckpt")
     assert float(callback.best_model_score or 0) == 0.5
     assert step_of(tmp_path / "last.ckpt") == 6
-
-
-@pytest.mark.parametrize("option", ["background", "async"])
-def test_saving_in_the_background_keeps_the_same_files(tmp_path: Path, option: str) -> None:
-    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=2, **{option: True})  # pyright: ignore
-    assert callback._background
-    fit(Scored([0.5, 0.2, 0.9, 0.4]), callback)
-    assert names(tmp_path) == ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
-    assert step_of(tmp_path / "last.ckpt") == 8
 
 
 def test_lightnings_own_trainer_can_save_with_it_and_read_its_files(tmp_path: Path) -> None:
@@ -233,14 +225,5 @@ def test_two_callbacks_with_different_triggers_save_side_by_side_and_resume(tmp_
         by_epoch = Checkpoint(tmp_path / "epochs", every_n_epochs=1, save_top_k=-1)
         by_step = Checkpoint(tmp_path / "steps", every_n_steps=2, save_top_k=-1)
         fit(Scored(scores), by_epoch, by_step, resume=resume)
-    for folder in ("epochs", "steps"):
-        names = sorted(path.name for path in (tmp_path / folder).glob("epoch*.ckpt"))
-        assert [re.sub(".*step", "", name) for name in names] == ["000002.ckpt", "000004.ckpt"]
-
-
-def test_scores_are_kept_if_the_trigger_changes(tmp_path: Path) -> None:
-    options = {"monitor": "val/loss", "save_top_k": 1}
-    fit(Scored([0.25]), Checkpoint(tmp_path, every_n_epochs=1, **options))
-    second = Checkpoint(tmp_path, every_n_steps=2, **options)
-    fit(Scored([0.25, 0.75]), second, resume=tmp_path / "last.ckpt")
-    assert second.best_model_score == 0.25
+    assert names(tmp_path / "epochs") == ["epoch000-step000002.ckpt", "epoch001-step000004.ckpt", "last.ckpt"]
+    assert names(tmp_path / "steps") == ["epoch000-step000002.ckpt", "epoch001-step000004.ckpt", "last.ckpt"]

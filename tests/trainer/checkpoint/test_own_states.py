@@ -48,20 +48,20 @@ class Recording(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-def fit(folder: Path, loader: Any, resumed: Path | None = None, **options: Any) -> list[list[int]]:
+def fit(folder: Path, resumed: Path | None = None, **options: Any) -> list[list[int]]:
     module = Recording()
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    quiet(max_epochs=2, callbacks=[saver], **options).fit(module, loader, ckpt_path=resumed)
+    quiet(max_epochs=2, callbacks=[saver], **options).fit(module, Stateful(Numbers(), 2), ckpt_path=resumed)
     return module.seen
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
-def test_a_batch_that_was_read_ahead_is_not_lost(num_steps: int, tmp_path: Path) -> None:
+def test_a_batch_that_was_read_ahead_is_not_lost(tmp_path: Path) -> None:
     # whether a batch is the last one shows by reading one more, which the loader's state counted as trained on
-    whole = fit(tmp_path / "whole", Stateful(Numbers(), 2))
+    whole = fit(tmp_path / "whole")
     assert whole == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]] * 2
-    saved = tmp_path / "whole" / f"step={num_steps}.ckpt"
-    assert fit(tmp_path / "resumed", Stateful(Numbers(), 2), saved) == whole[num_steps:]
+    for num_steps in (1, 2, 3, 4):
+        saved = tmp_path / "whole" / f"step={num_steps}.ckpt"
+        assert fit(tmp_path / "resumed", saved) == whole[num_steps:]
 
 
 class ByType(pl.Callback):
@@ -81,22 +81,21 @@ class ByType(pl.Callback):
 
 
 def test_a_callbacks_state_may_have_a_class_as_its_key(tmp_path: Path) -> None:
-    loader, counter = Stateful(Numbers(), 2), ByType()
-    trainer = quiet(max_steps=3, callbacks=[counter])
+    loader, resumed = Stateful(Numbers(), 2), ByType()
+    trainer = quiet(max_steps=3, callbacks=[ByType()])
     trainer.fit(Recording(), loader)
-    trainer.save_checkpoint(tmp_path / "by_type.ckpt")
-    torch.load(tmp_path / "by_type.ckpt", weights_only=True)
-    resumed = ByType()
-    quiet(max_steps=5, callbacks=[resumed]).fit(Recording(), loader, ckpt_path=tmp_path / "by_type.ckpt")
+    trainer.save_checkpoint(saved := tmp_path / "by_type.ckpt")
+    torch.load(saved, weights_only=True)
+    quiet(max_steps=5, callbacks=[resumed]).fit(Recording(), loader, ckpt_path=saved)
     assert resumed.num_batches == 5
 
 
 def _fit_on_rank(folder: Path) -> None:
     warnings.simplefilter("ignore")
-    fit(folder, Stateful(Numbers(), 2), strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
+    fit(folder, strategy=DDPStrategy(batch_size_is="global", timeout_s=60), devices=2)
 
 
 def test_a_position_is_not_given_to_a_loader_with_another_state(tmp_path: Path) -> None:
     run_ranks(_fit_on_rank, 2, tmp_path, timeout_s=120)
     with pytest.raises(ConfigError, match="can't tell a Stateful where it was"):
-        fit(tmp_path / "resumed", Stateful(Numbers(), 2), tmp_path / "step=1.ckpt")
+        fit(tmp_path / "resumed", tmp_path / "step=1.ckpt")

@@ -16,42 +16,31 @@ from evener.strategies import BalancedDataParallelStrategy
 EVERY_BATCH = {"interval_s": 0.0}
 PERSISTENT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
 UNEVEN = partial(BalancedDataParallelStrategy, weights=[1, 2])
+CPUS = ["cpu", "cpu"]
+EACH_STEP = {"every_n_steps": 1}
 PLANS = {
-    "workers 0": Plan(0, 1, {"every_n_steps": 1}),
-    "workers 2": Plan(2, 1, {"every_n_steps": 1}),
-    "workers 0, accumulation 3": Plan(0, 3, EVERY_BATCH),
-    "workers 2, accumulation 3": Plan(2, 3, EVERY_BATCH),
+    "accumulation 3": Plan(0, 3, EVERY_BATCH),
+    "workers 2": Plan(2, 1, EACH_STEP),
+    "workers 2, exact accumulation 4": Plan(2, 4, EVERY_BATCH, {"exact_accumulation": True}),
     "saved every second step": Plan(0, 1, {"every_n_steps": 2}),
     "validated twice an epoch": Plan(0, 1, {"monitor": "val/loss", "save_top_k": 2}, {"val_check_interval": 0.5}),
     "saved after epochs": Plan(2, 3, {"every_n_epochs": 1}),
-    "exact accumulation": Plan(0, 4, EVERY_BATCH, {"exact_accumulation": True}),
-    "ddp": Plan(0, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2),
-    "ddp, workers 2, accumulation 3": Plan(
-        2, 3, EVERY_BATCH, {"exact_accumulation": True}, strategy="ddp", num_ranks=2, devices=2
-    ),
-    "dp, accumulation 3": Plan(0, 3, EVERY_BATCH, strategy="dp", devices=["cpu", "cpu"]),
+    "ddp": Plan(0, 1, EACH_STEP, {}, "ddp", 2, devices=2),
+    "ddp, workers 2, accumulation 3": Plan(2, 3, EVERY_BATCH, {"exact_accumulation": True}, "ddp", 2, devices=2),
+    "dp, accumulation 3": Plan(0, 3, EVERY_BATCH, strategy="dp", devices=CPUS),
     # one sample was moved from the last chunk to the first in a process's first validation alone
-    "dp, validation in even chunks": Plan(
-        0, 1, {"every_n_steps": 1}, strategy="dp", devices=["cpu", "cpu"], val_loader={"batch_size": 4}
-    ),
-    "balanced_dp, workers 2": Plan(2, 1, {"every_n_steps": 1}, strategy=UNEVEN, devices=["cpu", "cpu"]),
-    "model_parallel": Plan(0, 3, EVERY_BATCH, strategy="model_parallel", devices=["cpu", "cpu"]),
-    "ddp_model_parallel, accumulation 3": Plan(
-        0, 3, EVERY_BATCH, strategy="ddp_model_parallel", num_ranks=2, devices=4
-    ),
-    "iterable": Plan(0, 1, {"every_n_steps": 1}, dataset=Streamed),
+    "dp, validation in even chunks": Plan(0, 1, EACH_STEP, {}, "dp", devices=CPUS, val_loader={"batch_size": 4}),
+    "balanced_dp, workers 2": Plan(2, 1, EACH_STEP, strategy=UNEVEN, devices=CPUS),
+    "model_parallel": Plan(0, 3, EVERY_BATCH, strategy="model_parallel", devices=CPUS),
+    "ddp_model_parallel, accumulation 3": Plan(0, 3, EVERY_BATCH, {}, "ddp_model_parallel", 2, devices=4),
+    "iterable": Plan(0, 1, EACH_STEP, dataset=Streamed),
     "iterable, workers 2, accumulation 4": Plan(2, 4, EVERY_BATCH, dataset=Streamed),
-    "ddp, iterable, workers 2": Plan(
-        2, 1, {"every_n_steps": 1}, strategy="ddp", num_ranks=2, devices=2, dataset=Streamed
-    ),
+    "ddp, iterable, workers 2": Plan(2, 1, EACH_STEP, {}, "ddp", 2, devices=2, dataset=Streamed),
     "no DataLoader": Plan(0, 3, EVERY_BATCH, dataset=Batched),
-    "dp, no DataLoader": Plan(0, 1, EVERY_BATCH, strategy="dp", devices=["cpu", "cpu"], dataset=Batched),
+    "dp, no DataLoader": Plan(0, 1, EVERY_BATCH, strategy="dp", devices=CPUS, dataset=Batched),
     "workers that persist": Plan(2, 1, {"every_n_epochs": 1}, train_loader={"persistent_workers": True}),
     "validation by workers that persist": Plan(
-        1, 1, {"every_n_steps": 1}, {"val_check_interval": 0.5}, val_loader=PERSISTENT
-    ),
-    "validation by workers that persist, shuffled": Plan(
-        0, 1, {"every_n_steps": 1}, {"val_check_interval": 0.5}, val_loader={**PERSISTENT, "shuffle": True}
+        1, 1, EACH_STEP, {"val_check_interval": 0.5}, val_loader={**PERSISTENT, "shuffle": True}
     ),
     "bounded by steps": Plan(0, 1, {"every_n_epochs": 1}, {"max_steps": 11}),
 }
@@ -105,7 +94,7 @@ def test_a_run_that_is_asked_to_stop_in_a_long_validation_saves_at_once(num_rank
     plan = Plan(
         strategy="ddp" if num_ranks > 1 else "single_device", num_ranks=num_ranks, devices=num_ranks,
         checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, trainer={"val_check_interval": 0.5},
-        signum=signal.SIGTERM, val_loader={"batch_size": 1}, val_pause_s=0.1,
+        signum=signal.SIGTERM, val_loader={"batch_size": 1}, val_pause_s=0.05,
     )  # fmt: skip
     steps = [3, 9, 12] if num_ranks == 1 else [1, 6]
     prove(plan, [f"validation at {step}" for step in steps], tmp_path)
@@ -130,30 +119,29 @@ def test_a_validation_that_goes_on_gets_whole_batches_where_training_does(tmp_pa
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Every tag's steps and values, as TensorBoard shows them."""
-    events = EventAccumulator(str(directory / "tensorboard")).Reload()
-    tags = events.Tags()["scalars"]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    found = EventAccumulator(str(directory / "tensorboard")).Reload()
+    return {tag: [(point.step, point.value) for point in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("checkpoint", [{"every_n_steps": 2}, {"every_n_epochs": 1}, {"interval_s": 0.0}])
-def test_tensorboard_shows_one_continuous_curve(checkpoint: dict[str, Any], tmp_path: Path) -> None:
-    plan = Plan(checkpoint=checkpoint, tensorboard=True)
-    prove(plan, ["step 0 5", "validation 0", "step 1 3", "epoch end 1"], tmp_path)
+@pytest.mark.parametrize(
+    ("checkpoint", "trainer", "places", "validated"),
+    [
+        *(
+            (policy, {}, ["step 0 5", "validation 0", "step 1 3", "epoch end 1"], [5, 11])
+            for policy in ({"every_n_steps": 2}, {"every_n_epochs": 1}, {"interval_s": 0.0})
+        ),
+        # a validation is at the step with which a run that it has saved goes on, from which on points were withdrawn
+        ({"monitor": "val/loss"}, {"val_check_interval": 0.5}, ["step 0 4", "step 1 5"], [2, 5, 8, 11]),
+    ],
+)
+def test_tensorboard_shows_one_continuous_curve(
+    checkpoint: dict[str, Any], trainer: dict[str, Any], places: list[str], validated: list[int], tmp_path: Path
+) -> None:
+    prove(Plan(checkpoint=checkpoint, trainer=trainer, tensorboard=True), places, tmp_path)
     whole, killed = curves(tmp_path / "whole"), curves(tmp_path / "killed")
     assert killed == whole
     assert [step for step, _ in whole["train/loss_step"]] == list(range(12))
-    assert [step for step, _ in whole["val/loss"]] == [5, 11]
-
-
-def test_tensorboard_shows_the_validation_before_the_checkpoint_that_it_has_made(tmp_path: Path) -> None:
-    # It is at the step with which the resumed run goes on, from which on points were withdrawn.
-    plan = Plan(
-        checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, trainer={"val_check_interval": 0.5}, tensorboard=True
-    )  # fmt: skip
-    prove(plan, ["step 0 4", "step 1 5"], tmp_path)
-    whole, killed = curves(tmp_path / "whole"), curves(tmp_path / "killed")
-    assert killed == whole
-    assert [step for step, _ in whole["val/loss"]] == [2, 5, 8, 11]
+    assert [step for step, _ in whole["val/loss"]] == validated
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from torchmetrics.wrappers import Running
 
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._position import metric_states, restore_metrics
+
+SAMPLES: Any = torch.arange(8.0)[:, None]
 
 
 def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> None:
@@ -37,30 +38,35 @@ def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> Non
     assert module.total.compute() == 1 + 2
 
 
+class Draws(Tiny):
+    """Draws random numbers in steps of training and of validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.layer(batch) + torch.rand_like(batch)).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(batch_idx + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*sampler has shuffling")
 @pytest.mark.parametrize("given", [True, False], ids=["the same loader", "a loader of its own"])
 def test_validation_leaves_training_as_it_is(given: bool) -> None:
-    # its loader, where it is that of training too, and its random streams
-    losses: list[list[float]] = []
-
-    class Noisy(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = (self.layer(batch) + torch.rand_like(batch)).square().mean()
-            losses[-1].append(loss.item())
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(batch_idx + 1)
-
-    for limit in (0, 1.0):
-        losses.append([])
+    modules = Draws(), Draws()
+    for module, limit in zip(modules, (0, 1.0), strict=True):
         pl.seed_everything(3, verbose=False)
-        loader = DataLoader(torch.arange(8.0)[:, None], 2, shuffle=True)
+        torch.nn.init.ones_(module.layer.weight)
+        torch.nn.init.ones_(module.layer.bias)
+        loader = DataLoader(SAMPLES, 2, shuffle=True)
         trainer = quiet(max_epochs=2, limit_val_batches=limit, val_check_interval=2)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*sampler has shuffling")
-            trainer.fit(Noisy(), loader, loader if given else DataLoader(torch.arange(6.0)[:, None], 2))
-    assert len(losses[0]) == 8
-    assert losses[0] == losses[1]
+        trainer.fit(module, loader, loader if given else DataLoader(SAMPLES[:6], 2))
+    assert len(modules[0].losses) == 8
+    assert modules[0].losses == modules[1].losses
 
 
 class Split(Tiny):
@@ -100,12 +106,10 @@ def test_a_split_in_both_loader_methods_is_one_split(num_ranks: int, tmp_path: P
         trainer = quiet(max_epochs=epochs, callbacks=[Checkpoint(tmp_path, every_n_epochs=1)], **options)
         trainer.fit(Split(tmp_path), ckpt_path=tmp_path / "last.ckpt" if epochs > 1 else None)
     read = [[json.loads(path.read_text()) for path in tmp_path.glob(f"{epoch}-*")] for epoch in (1, 2)]
-    trained = [{sample for rank in ranks for sample in rank["train"]} for ranks in read]
-    validated = [{sample for rank in ranks for sample in rank["val"]} for ranks in read]
-    assert trained[0] == trained[1]
-    assert validated[0] == validated[1]
-    assert len(trained[0]) == 14
-    assert len(validated[0] - trained[0]) == 6
+    train, val = ([{one for rank in ranks for one in rank[part]} for ranks in read] for part in ("train", "val"))
+    assert train[0] == train[1]
+    assert val[0] == val[1]
+    assert (len(train[0]), len(val[0] - train[0])) == (14, 6)
 
 
 @pytest.mark.parametrize("in_module", [False, True], ids=["a callback's", "the module's own"])
@@ -133,9 +137,8 @@ def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_train
     pl.seed_everything(3, verbose=False)
     callbacks = [Checkpoint(tmp_path), *([] if in_module else [EMAWeightAveraging(decay=0.5)])]
     trainer = quiet(callbacks=callbacks, max_epochs=2, num_sanity_val_steps=0)
-    loader = DataLoader(torch.arange(8.0)[:, None], 2)
     with pytest.raises(SIGTERMException):
-        trainer.fit(Swapping() if in_module else Averaged(), loader, DataLoader(torch.arange(6.0)[:, None], 2))
+        trainer.fit(Swapping() if in_module else Averaged(), DataLoader(SAMPLES, 2), DataLoader(SAMPLES, 2))
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     weights = saved["state_dict"] if in_module else saved["current_model_state"]
     assert torch.equal(weights["layer.weight"], trained[-1])

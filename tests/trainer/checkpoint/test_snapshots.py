@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from launching import running
-from tiny import Tiny, quiet
-from torch import Tensor
+from seen import Failing
+from tiny import quiet
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
@@ -34,82 +33,56 @@ def memory_is_given_back(tmp_path: Path) -> Iterator[None]:
         discard(directory)
 
 
-class Fails(Tiny):
-    """Fails at a step, if one is given, and remembers the steps that it began."""
-
-    def __init__(self, at: int | None = None) -> None:
-        torch.manual_seed(1)
-        super().__init__(2)
-        self.double()
-        self.at = at
-        self.begun: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_step == self.at:
-            raise KeyError("enough")
-        self.begun.append(self.global_step)
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-def fit(folder: Path, module: Fails, checkpoint: Path | None = None, **options: Any) -> None:
+def fit(folder: Path, at: int | None = None, checkpoint: Path | None = None, every: int | None = None) -> Failing:
+    """Train 20 steps, or fail at one."""
     pl.seed_everything(3, verbose=False)
-    trainer = quiet(max_epochs=2, callbacks=[Checkpoint(folder, every_n_epochs=1, **options)])
-    data = TensorDataset(torch.arange(20.0, dtype=torch.float64).reshape(10, 2) / 20)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*does not have many workers")
-        trainer.fit(
-            module, DataLoader(data, 1, shuffle=True), ckpt_path=None if checkpoint is None else str(checkpoint)
-        )
+    module = Failing(at)
+    trainer = quiet(max_epochs=2, callbacks=[Checkpoint(folder, every_n_epochs=1, snapshot_every_n_steps=every)])
+    data = TensorDataset(torch.arange(10.0)[:, None] / 20)
+    trainer.fit(module, DataLoader(data, 1, shuffle=True), ckpt_path=checkpoint)
+    return module
+
+
+def fail(folder: Path, at: int, every: int | None, checkpoint: Path | None = None) -> Path | None:
+    """Train up to a step; return the snapshot that the run has left."""
+    with pytest.raises(KeyError):
+        fit(folder, at, checkpoint, every)
+    return saved_in_memory(folder)
 
 
 def test_a_run_goes_on_from_the_snapshot_where_that_is_newer(tmp_path: Path) -> None:
-    fit(tmp_path / "whole", whole := Fails())
-    with pytest.raises(KeyError):
-        fit(tmp_path / "parts", Fails(at=17), snapshot_every_n_steps=3)
-    on_disk = find_newest(tmp_path / "parts")
-    found = find_newest(tmp_path / "parts", saved_in_memory(tmp_path / "parts"))
-    assert on_disk is not None
-    assert torch.load(on_disk, weights_only=True)["global_step"] == 10
-    assert found == directory_in_memory(tmp_path / "parts") / "snapshot.ckpt"
-    fit(tmp_path / "parts", resumed := Fails(), found, snapshot_every_n_steps=3)
+    whole = fit(tmp_path / "whole")
+    memory = fail(parts := tmp_path / "parts", 17, 3)
+    assert memory == directory_in_memory(parts) / "snapshot.ckpt" == find_newest(parts, memory)
+    assert memory.parent.stat().st_mode & 0o777 == 0o700
+    assert read(parts / "last.ckpt")["global_step"] == 10
+    resumed = fit(parts, None, memory, every=3)
     assert resumed.begun == [15, 16, 17, 18, 19]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
-    assert saved_in_memory(tmp_path / "parts") is None, "the memory is given back at the end"
+    assert saved_in_memory(parts) is None, "the memory is given back at the end"
 
 
-def test_a_snapshot_that_is_older_or_damaged_is_not_taken(tmp_path: Path) -> None:
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=9), snapshot_every_n_steps=2)
-    memory = saved_in_memory(tmp_path)
+def test_of_a_snapshot_and_a_checkpoint_the_newer_is_taken(tmp_path: Path) -> None:
+    memory = fail(tmp_path, 9, 2)
     assert memory is not None
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=12))
+    fail(tmp_path, 12, None)
     assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
     later = (tmp_path / "last.ckpt").stat().st_mtime_ns + 1
     os.utime(memory, ns=(later, later))
     assert find_newest(tmp_path, memory) == memory
-    memory.write_bytes(memory.read_bytes()[:-100])
-    assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
 
 
-@pytest.mark.parametrize("damage", ["short", "one bit"])
+@pytest.mark.parametrize("what", ["incomplete", "corrupted"])
 def test_a_damaged_snapshot_gives_way_to_a_checkpoint_on_the_disk(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # resume=auto was blocked by it though good checkpoints lay on the disk, and went on with wrong weights.
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=17), snapshot_every_n_steps=3)
-    memory = saved_in_memory(tmp_path)
+    memory = fail(tmp_path, 17, 3)
     assert memory is not None
-    assert find_newest(tmp_path, memory) == memory
     weight = read(memory)["state_dict"]["layer.weight"].numpy().tobytes()
     content = bytearray(memory.read_bytes())
     content[content.index(weight)] ^= 64
-    memory.write_bytes(content if damage == "one bit" else content[:-100])
-    what = "corrupted" if damage == "one bit" else "incomplete"
+    memory.write_bytes(content if what == "corrupted" else content[:-100])
     assert find_newest(tmp_path, saved_in_memory(tmp_path)) == tmp_path / "last.ckpt"
     assert f"{memory} is {what}" in caplog.text
     with pytest.raises(CheckpointError, match=what):
@@ -130,42 +103,31 @@ def test_the_snapshot_before_is_whole_while_the_next_is_written(
             raise OSError(errno.EIO, "killed")
 
     monkeypatch.setattr(snapshots, "save", torn)
-    fit(tmp_path / "whole", whole := Fails())
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=17), snapshot_every_n_steps=3)
-    memory = saved_in_memory(tmp_path)
+    whole = fit(tmp_path / "whole")
+    memory = fail(tmp_path, 17, 3)
     assert memory is not None
     assert read(memory)["global_step"] == 12
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=19), memory, snapshot_every_n_steps=3)
+    fail(tmp_path, 19, 3, memory)
     assert read(memory)["global_step"] == 12
     assert len(list(memory.parent.iterdir())) <= 4, "the snapshot, two to write over, and the run's name"
-    fit(tmp_path, resumed := Fails(), memory)
+    resumed = fit(tmp_path, None, memory)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
 
 def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(KeyError):
-        fit(tmp_path, Fails(at=9), snapshot_every_n_steps=2)
+    fail(tmp_path, 9, 2)
     assert move_to_disk(tmp_path) == tmp_path / "snapshot.ckpt" == find_newest(tmp_path)
     assert saved_in_memory(tmp_path) is None
     assert move_to_disk(tmp_path) is None
 
 
-def test_a_place_in_memory_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
-    fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
-    assert not list(tmp_path.glob("evener-*")), "nothing stays after a run"
-    directory_in_memory(tmp_path / "own").mkdir()
-    directory_in_memory(tmp_path / "own").chmod(0o777)
-    with pytest.raises(ConfigError, match=r"belongs to another user, or is open to others\. Remove it, or set"):
-        fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
+def test_snapshots_without_memory_or_at_no_interval_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=2 needs .*, which this system does not have"):
-        fit(tmp_path / "own", Fails(), snapshot_every_n_steps=2)
-    with pytest.raises(
-        ConfigError, match=r"snapshot_every_n_steps=0 is not allowed\. Give a whole number >= 1 or null"
-    ):
+        fit(tmp_path / "own", every=2)
+    with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=0 is not allowed\. Give a whole number >= 1"):
         Checkpoint(snapshot_every_n_steps=0)
 
 
@@ -193,22 +155,15 @@ def test_a_foreign_directory_in_memory_is_told_and_nothing_in_it_is_read_or_remo
             kept.rename(path)
             path.chmod(0o777 if foreign == "open to others" else 0o700)
     with pytest.raises(ConfigError, match=r"belongs to another user, or is open to others\. Remove it, or set"):
-        fit(run, Fails(), snapshot_every_n_steps=2)
+        fit(run, every=2)
     if foreign != "of another user":
-        fit(tmp_path / "another", Fails(), snapshot_every_n_steps=2)
+        fit(tmp_path / "another", every=2)
     assert saved_in_memory(run) is None
     assert move_to_disk(run) is None
     discard(run)
     assert f"{own[0]} is passed over" in caplog.text
     assert [len(list(path.iterdir())) for path in own] == [2, 2]
-    fit(run, Fails())
-
-
-def test_the_directory_in_memory_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
-    with pytest.raises(KeyError):
-        fit(tmp_path / "run", Fails(at=9), snapshot_every_n_steps=2)
-    assert directory_in_memory(tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    fit(run)
 
 
 def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
@@ -217,13 +172,12 @@ def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
     # Runs that were killed, with their launcher, left their memory occupied for good.
     monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
     for name in ("kept", "gone", "of another container"):
-        with pytest.raises(KeyError):
-            fit(tmp_path / name, Fails(at=3), snapshot_every_n_steps=2)
+        fail(tmp_path / name, 3, 2)
         for path in directory_in_memory(tmp_path / name).iterdir() if name != "of another container" else ():
             os.utime(path, (0, 0))
     for name in ("gone", "of another container"):
         shutil.rmtree(tmp_path / name)
-    fit(tmp_path / "next", Fails(), snapshot_every_n_steps=2)
+    fit(tmp_path / "next", every=2)
     assert saved_in_memory(tmp_path / "kept") is not None
     assert saved_in_memory(tmp_path / "of another container") is not None, "it has written within a day"
     assert not directory_in_memory(tmp_path / "gone").exists()
@@ -238,9 +192,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -
     assert steps[:4] == [0, 1, 2, 3]
     # the third snapshot may not have been whole; nothing was saved on the disk before the end of the epoch
     assert steps[4:] in (list(range(2, 64)), list(range(3, 64)))
-    directories = list(tmp_path.rglob("checkpoints"))
-    assert directories
-    assert not [path for path in directories if directory_in_memory(path).exists()]
+    (checkpoints,) = tmp_path.rglob("checkpoints")
+    assert not directory_in_memory(checkpoints).exists()
 
 
 def test_a_snapshot_for_which_the_memory_does_not_suffice_is_told(
@@ -250,7 +203,7 @@ def test_a_snapshot_for_which_the_memory_does_not_suffice_is_told(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(snapshots, "save", full)
-    fit(tmp_path, module := Fails(), snapshot_every_n_steps=5)
+    module = fit(tmp_path, every=5)
     assert module.begun[-1] == 19
     assert "could not be written (No space left on device)" in caplog.text
     assert "Training continues without it" in caplog.text

@@ -46,23 +46,21 @@ def started_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def configured(started_by: str, folder: Path, *overrides: str) -> Any:
-    words = ["strategy=ddp", "accelerator=cpu", f"log_dir={folder}", *LAUNCHERS[started_by][1], *overrides]
-    return prepare(compose(words))
+def test_the_command_and_a_trainer_start_nothing_in_a_rank(
+    started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def configured(*overrides: str) -> Any:
+        words = ["strategy=ddp", "accelerator=cpu", f"log_dir={tmp_path}", *LAUNCHERS[started_by][1], *overrides]
+        return prepare(compose(words))
 
-
-def test_the_command_starts_nothing_in_a_rank(started_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
     monkeypatch.setattr(launch.Run, "execute", lambda run: ran.append(run.cfg))
     monkeypatch.setattr(launch, "launch_workers", lambda *_: pytest.fail("workers were started by a worker"))
-    cfg = configured(started_by, tmp_path)
+    cfg = configured()
     launch.launch(cfg)
     assert ran == [cfg]
     with pytest.raises(ConfigError, match=r"The launcher started 2 processes, but the strategy needs [36]"):
-        launch.launch(configured(started_by, tmp_path, "devices=3"))
-
-
-def test_a_trainer_starts_nothing_in_a_rank(started_by: str) -> None:
+        launch.launch(configured("devices=3"))
     kubeflow = started_by == "KubeflowEnvironment"
     trainer = quiet_trainer(DDPStrategy(), 1 if kubeflow else 2, num_nodes=2 if kubeflow else 1)
     assert type(trainer.strategy.cluster_environment).__name__ == started_by
@@ -70,12 +68,13 @@ def test_a_trainer_starts_nothing_in_a_rank(started_by: str) -> None:
     assert (trainer.global_rank, trainer.local_rank, trainer.world_size) == (1, 0 if kubeflow else 1, 2)
 
 
-def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("environment", [{}, {**SLURM, "SLURM_JOB_NAME": "bash"}], ids=["shell", "interactive"])
+def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    assert cluster.detect() is None
-    assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
-    for name, value in {**SLURM, "SLURM_JOB_NAME": "bash"}.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cluster.detect() is None
     assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
@@ -98,13 +97,15 @@ def _main(started_by: str, folder: str, port: int) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("started_by", ["SLURMEnvironment", "KubeflowEnvironment"])
 def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert run_ranks(_main, 2, started_by, str(tmp_path), port, timeout_s=300) == [(0, 2), (1, 2)]
+    assert run_ranks(_main, 2, started_by, str(tmp_path), free_port(), timeout_s=300) == [(0, 2), (1, 2)]
     steps = sorted(line.split()[::2] for line in (tmp_path / "record").read_text().splitlines())
     assert steps == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], "two steps of each rank, by two processes"
     assert len(list(tmp_path.glob("*/*/*/.hydra"))) == len(list(tmp_path.glob("*/*/*/result.json"))) == 1
@@ -115,17 +116,14 @@ def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) ->
 )
 def test_a_machine_with_another_secret_is_named_on_both_at_once(first: str, second: str, tmp_path: Path) -> None:
     # It was never named, and both waited for values that they could not believe until a timeout.
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    common = {**KUBEFLOW, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**KUBEFLOW, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("devices=1", "num_nodes=2", "strategy.timeout_s=600")
     with ExitStack() as stack:
         runs: list[Run] = []
         for rank, secret in enumerate((first, second)):
             (own := tmp_path / str(rank)).mkdir()
             env = {**common, "RANK": str(rank), "EVENER_SECRET": secret}
-            runs.append(
-                stack.enter_context(running(own, "devices=1", "num_nodes=2", "strategy.timeout_s=600", env=env))
-            )
+            runs.append(stack.enter_context(running(own, *words, env=env)))
         for run in runs:
             assert run.wait(120) == 1
             said = run.output.read_text()

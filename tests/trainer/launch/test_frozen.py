@@ -28,19 +28,13 @@ def frozen() -> Iterator[BaseProcess]:
     process.join()
 
 
-def test_a_frozen_worker_does_not_hold_up_the_end(frozen: BaseProcess, tmp_path: Path) -> None:
-    options = OmegaConf.create({"launcher": {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 0}})
-    workers = Workers(options, 1, tmp_path, forks=True)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_frozen_worker_is_killed(frozen: BaseProcess, max_restarts: int, tmp_path: Path) -> None:
+    # where all may be started again, the others waited for it as long as for a network, strategy.timeout_s
+    launcher = {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": max_restarts}
+    workers = Workers(OmegaConf.create({"launcher": launcher}), 1, tmp_path, forks=True)
     workers.processes.append(frozen)
-    workers.end(signal.SIGTERM, 60)
-    assert workers.join() == 0
-    assert frozen.exitcode == -signal.SIGKILL
-
-
-def test_a_frozen_worker_is_killed_where_all_may_be_started_again(frozen: BaseProcess, tmp_path: Path) -> None:
-    # The others waited for it as long as for a network, strategy.timeout_s.
-    options = OmegaConf.create({"launcher": {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 1}})
-    workers = Workers(options, 1, tmp_path, forks=True)
-    workers.processes.append(frozen)
+    if not max_restarts:
+        workers.end(signal.SIGTERM, 60)
     assert workers.join() == 0
     assert frozen.exitcode == -signal.SIGKILL

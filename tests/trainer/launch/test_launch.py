@@ -7,17 +7,17 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from launching import Run, ends, failure_of, running, saved_step
+from launching import GONE_S, Run, ends, failure_of, running, saved_step
+from surroundings import CTRL_C, Terminal
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
 
 from evener.trainer import Result, compose, train
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch import launcher
-
-LOGGED = ("logger=tensorboard", "trainer.log_every_n_steps=1")
 
 
 def written_steps(run: Run) -> list[int]:
@@ -29,30 +29,45 @@ def written_steps(run: Run) -> list[int]:
     return [event.step for event in events for value in event.summary.value if value.tag == "val/loss"]
 
 
+def verify_saved(run: Run) -> None:
+    """Verify that all ranks have stopped at one step, whose state is saved."""
+    last = run.last_steps()
+    assert set(last.values()) == {last[0]}
+    assert saved_step(run) == last[0] + 1
+    assert "Traceback" not in run.output.read_text()
+
+
+RESTARTS = ("launcher.max_restarts=2",)
+ALONE = ("strategy=single_device", "devices=1")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("signum", "to_rank", "status"),
+    ("signum", "to", "words"),
     [
-        (signal.SIGTERM, None, 143),
-        (signal.SIGINT, None, 130),
-        (signal.SIGUSR1, None, 138),
-        (signal.SIGHUP, None, 129),
-        (signal.SIGTERM, 1, 143),
+        ("SIGTERM", "command", ()),
+        ("SIGINT", "command", ()),
+        ("SIGUSR1", "command", ()),
+        ("SIGHUP", "command", ()),
+        ("SIGTERM", "rank 1", RESTARTS),
+        # `timeout` sends its signal to the command, and then to its group
+        ("SIGUSR1", "command and group", RESTARTS),
+        ("SIGTERM", "command and group", ALONE),
+        pytest.param("SIGTERM", "command and group", (), marks=pytest.mark.slow),
+        pytest.param("SIGHUP", "command and group", ("strategy=fsdp",), marks=pytest.mark.slow),
     ],
-    ids=["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGTERM to rank 1"],
 )
 def test_a_signal_stops_all_ranks_at_one_step_with_a_checkpoint(
-    tmp_path: Path, signum: int, to_rank: int | None, status: int
+    signum: str, to: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with running(tmp_path, "++module.pause_s=0.05") as run:
-        run.wait_for_step(3)
-        start = time.monotonic()
-        os.kill(run.process.pid if to_rank is None else run.pid_of(to_rank), signum)
-        assert ends(run, start) == status, run.output.read_text()
-        last = run.last_steps()
-        assert last[0] == last[1]
-        assert saved_step(run) == last[0] + 1
-        assert "Traceback" not in run.output.read_text()
+    number = signal.Signals[signum]
+    with running(tmp_path, "++module.pause_s=0.05", *words) as run:
+        run.wait_for_step(3, num_ranks=1 if words == ALONE else 2)
+        os.kill(run.pid_of(1) if to == "rank 1" else run.process.pid, number)
+        if to == "command and group":
+            os.killpg(run.process.pid, number)
+        assert ends(run, time.monotonic()) == 128 + number, run.output.read_text()
+        verify_saved(run)
 
 
 @pytest.mark.long
@@ -85,68 +100,45 @@ def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
         assert ends(run, start) == -signal.SIGKILL
 
 
+FAULTS = {
+    "raise": ("KeyError: 'rank 1 had enough'", "in misbehave"),
+    # a rank reported exceptions only: after a sys.exit() the others waited for it, and no process ended
+    "exit": ("SystemExit: rank 1 has seen enough", "in misbehave"),
+    "exit_well": ("SystemExit", "in misbehave"),
+    "interrupt": ("KeyboardInterrupt", "in misbehave"),
+    "kill": ("it was killed by SIGKILL", ""),
+    "abort": ("it was killed by SIGABRT", "Fatal Python error: Aborted"),
+    "hang": ("", "rank 1 is at step 3, launched.py"),
+}
+"""What rank 1 does at step 3: the reason in the result, and what the command shows besides."""
+
+
 @pytest.mark.long
-def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
-    with running(
-        tmp_path, "++module.fault=raise", "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", *LOGGED
-    ) as run:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_rank_that_fails_is_named_and_nothing_that_was_logged_or_saved_is_lost(fault: str, tmp_path: Path) -> None:
+    saves = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "logger=tensorboard")
+    words = ("strategy.timeout_s=3",) if fault == "hang" else ()
+    with running(tmp_path, f"++module.fault={fault}", "trainer.log_every_n_steps=1", *saves, *words) as run:
         run.wait_for_step(3)
         assert ends(run, time.monotonic()) == 1
-        output = run.output.read_text()
-        assert "rank 1 failed" in output
-        assert "in misbehave" in output
-        assert output.count("KeyError: 'rank 1 had enough'") == 1  # by each rank and the command, 256 lines, it was
-        assert "site-packages" not in output.partition("rank 1 failed")[2]
-        assert failure_of(run) == (1, "KeyError: 'rank 1 had enough'")
+        output, (reason, told) = run.output.read_text(), FAULTS[fault]
+        rank, found = failure_of(run)
+        assert found.startswith(reason)
+        assert told in output
         assert saved_step(run) == 2
         assert written_steps(run) == [0, 1, 2]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("exit", "SystemExit: rank 1 has seen enough"), ("exit_well", "SystemExit"), ("interrupt", "KeyboardInterrupt")],
-)
-def test_a_rank_that_the_users_code_has_ended_is_named_with_its_traceback(
-    tmp_path: Path, fault: str, reason: str
-) -> None:
-    # Cause: a rank reported exceptions only. After a sys.exit() the others waited for it, and no process ended.
-    with running(tmp_path, f"++module.fault={fault}") as run:
-        run.wait_for_step(3)
-        assert ends(run, time.monotonic()) == 1
-        assert "in misbehave" in run.output.read_text().partition("rank 1 failed")[2]
-        assert failure_of(run) == (1, reason)
-
-
-@pytest.mark.long
-def test_a_killed_rank_is_named_and_nothing_that_was_logged_is_lost(tmp_path: Path) -> None:
-    with running(tmp_path, "++module.fault=kill", *LOGGED) as run:
-        run.wait_for_step(3)
-        assert ends(run, time.monotonic()) == 1
-        assert "rank 1 failed: it was killed by SIGKILL" in run.output.read_text()
-        rank, reason = failure_of(run)
-        assert rank == 1
-        assert reason.startswith("it was killed by SIGKILL")
-        assert written_steps(run) == [0, 1, 2]
-
-
-@pytest.mark.long
-def test_a_rank_that_crashes_in_native_code_says_where_it_was(tmp_path: Path) -> None:
-    with running(tmp_path, "++module.fault=abort") as run:
-        run.wait_for_step(3)
-        assert ends(run, time.monotonic()) == 1
-        output = run.output.read_text()
-        assert "Fatal Python error: Aborted" in output
-        assert "in misbehave" in output
-        assert "rank 1 failed: it was killed by SIGABRT" in output
+        if fault != "hang":
+            assert rank == 1
+            assert "rank 1 failed: " in output
+            assert "site-packages" not in output.partition("rank 1 failed")[2]
+        assert output.count("KeyError: 'rank 1 had enough'") == (fault == "raise")  # not by each rank and the command
+        assert "Terminating process" not in output  # a log of torch
 
 
 @pytest.mark.long
 def test_a_rank_that_raises_before_a_restart_is_printed_once(tmp_path: Path) -> None:
-    with running(
-        tmp_path, "++module.fault=raise", f"++module.once={tmp_path}/once", "launcher.max_restarts=1",
-        "trainer.max_epochs=1", "trainer.limit_train_batches=8",
-    ) as run:  # fmt: skip
+    words = (f"++module.once={tmp_path}/once", "launcher.max_restarts=1", "trainer.max_epochs=1")
+    with running(tmp_path, "++module.fault=raise", "trainer.limit_train_batches=8", *words) as run:
         assert run.wait(300) == 0, run.output.read_text()
         assert run.output.read_text().count("KeyError: 'rank 1 had enough'") == 1
         (log,) = tmp_path.glob("logs/*/*/*/train.log")
@@ -183,24 +175,6 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_hanging_rank_is_gone_soon_after_the_timeout_and_named(tmp_path: Path) -> None:
-    with running(tmp_path, "++module.fault=hang", "strategy.timeout_s=3", *LOGGED) as run:
-        run.wait_for_step(3)
-        assert ends(run, time.monotonic() + 3) == 1
-        assert "Terminating process" not in run.output.read_text()  # a log of torch
-        assert written_steps(run) == [0, 1, 2]
-        assert "rank 1 is at step 3, launched.py" in run.output.read_text()
-
-
-@pytest.mark.long
-def test_workers_on_the_cpu_are_forked_from_the_command(tmp_path: Path) -> None:
-    with running(tmp_path, "++module.pause_s=0.05") as run:
-        run.wait_for_step(1)
-        commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (run.process.pid, run.pid_of(0), run.pid_of(1))}
-        assert len(commands) == 1
-
-
-@pytest.mark.long
 def test_forked_workers_import_next_to_nothing_themselves(tmp_path: Path) -> None:
     overrides = ("module._target_=launched.Imports", "trainer.max_epochs=1", "logger=tensorboard", "checkpoint=none")
     with running(tmp_path, *overrides, command=["env", sys.executable]) as run:  # a Python that has nothing yet
@@ -234,3 +208,80 @@ def test_a_failure_of_those_that_went_on_without_a_rank_is_told(tmp_path: Path) 
     with running(tmp_path, "module._target_=launched.Raises", "launcher.min_processes=1") as run:
         assert run.wait(300) == 1, run.output.read_text()
         assert failure_of(run) == (0, "KeyError: 'rank 0 had enough'")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ((), 130),
+        (RESTARTS, 130),
+        (("checkpoint=last",), 129),
+        pytest.param(("strategy=fsdp",), 130, marks=pytest.mark.slow),
+        pytest.param(("strategy=balanced_ddp",), 130, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_in_a_terminal_and_one_that_closes_let_the_run_save(
+    words: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    # either tells the run and its ranks at once: it is one request
+    with (
+        Terminal(tmp_path / "output") as terminal,
+        running(tmp_path, "++module.pause_s=0.05", *words, terminal=terminal) as run,
+    ):
+        run.wait_for_step(3)
+        if status == 129:
+            terminal.close()
+        else:
+            terminal.press(CTRL_C)
+        assert ends(run, time.monotonic()) == status, run.output.read_text()
+        verify_saved(run)
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_ends_the_run_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
+    with (
+        Terminal(tmp_path / "output") as terminal,
+        running(tmp_path, "++module.fault=hang", "launcher.shutdown_timeout_s=300", terminal=terminal) as run,
+    ):
+        run.wait_for_step(3)
+        terminal.press(CTRL_C)
+        time.sleep(1)
+        terminal.press(CTRL_C)
+        assert ends(run, time.monotonic()) == 130, run.output.read_text()
+        assert "ended at once by a second Ctrl-C, and nothing of this run was saved" in run.output.read_text()
+        assert "Traceback" not in run.output.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["while ranks start", "while ranks begin", "while modules are built"])
+def test_a_run_that_is_stopped_before_its_first_step_has_not_failed(place: str, tmp_path: Path) -> None:
+    # it ended with status 1, and "took longer than shutdown_timeout_s"
+    with running(tmp_path, "++module.pause_s=0.5", env={"INTERRUPTED": place}) as run:
+        assert ends(run, time.monotonic()) == 130, run.output.read_text()
+        assert "Stopped by SIGINT before the first step." in run.output.read_text()
+        assert "Traceback" not in run.output.read_text()
+        assert not list(tmp_path.glob("logs/*/*/*/result.json"))
+
+
+def verify_gone(pid: int) -> None:
+    since_s = time.monotonic()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < since_s + GONE_S, "the worker is alive"
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_data_worker_that_hangs_ends_with_its_run_and_its_rank_is_named(killed: bool, tmp_path: Path) -> None:
+    with running(tmp_path, "module._target_=launched.Hangs", "strategy.timeout_s=6") as run:
+        path, since_s = Path(f"{run.record}.worker"), time.monotonic()
+        while not (path.exists() and path.read_text()):
+            assert time.monotonic() < since_s + GONE_S, run.output.read_text()
+            time.sleep(0.05)
+        if killed:
+            os.kill(run.process.pid, signal.SIGKILL)
+        assert ends(run, time.monotonic()) == (-signal.SIGKILL if killed else 1)
+        verify_gone(int(path.read_text()))
+        if not killed:
+            assert re.search(r"rank 1 is at step 3, .* waiting for a data worker\)", failure_of(run)[1])

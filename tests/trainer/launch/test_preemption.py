@@ -67,23 +67,3 @@ def test_a_run_that_is_pre_empted_saves_and_goes_on_in_its_directory(
     batches = [line.split()[1:4] for line in (tmp_path / "samples").read_text().splitlines()]
     assert len(batches) == len(set(map(tuple, batches))) == 2 * NUM_BATCHES, "a step was computed twice"
     verify_same(tmp_path, tmp_path / "alone")
-
-
-@pytest.mark.long
-def test_max_time_ends_with_a_checkpoint_from_which_the_same_command_goes_on(tmp_path: Path) -> None:
-    command = [
-        "strategy=single_device", "devices=1", "trainer.max_time=00:00:00:02", "trainer.max_epochs=1", "resume=auto",
-        "++module.pause_s=0.03", f"hydra.run.dir={tmp_path}/run", "checkpoint=last",
-    ]  # fmt: skip
-    steps: list[int] = []
-    for attempt in range(60):
-        (own := tmp_path / str(attempt)).mkdir()
-        with running(own, *command) as run:
-            assert run.wait(300) == 0, run.output.read_text()
-            found = [step for _, _, step in run.lines()]
-        assert found, "no step in this run"
-        steps += found
-        if steps[-1] == 127:
-            break
-    assert steps == list(range(128))
-    assert attempt, "128 steps of 0.03 s take longer than max_time"

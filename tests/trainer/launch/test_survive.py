@@ -3,10 +3,10 @@
 import os
 import re
 import socket
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from evener.strategies import ConfigError
 from evener.strategies.distributed import survivors
 from evener.strategies.distributed.store import PEER_LOST, RankError
-from evener.strategies.distributed.survivors import FORKS, PROCESS, Agent, Board, Connecting, Survivor
+from evener.strategies.distributed.survivors import Agent, Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -49,18 +49,25 @@ def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(wo
     assert (table["failures"], table["runs that differ"]) == (kills, "0")
 
 
+GLOBAL = {"batch_size_is": "global"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "launcher", "found"),
     [
-        ({"_target_": "evener.strategies.FSDPStrategy"}, "strategy=fsdp"),
-        ({"batch_size_is": "per_device"}, "strategy.batch_size_is=per_device"),
-        ({"shard_optimizer": True}, "strategy.shard_optimizer=True"),
-        ({"compression": "bf16"}, "strategy.compression=bf16"),
+        ({"_target_": "evener.strategies.FSDPStrategy", **GLOBAL}, {}, "strategy=fsdp"),
+        ({"batch_size_is": "per_device"}, {}, "strategy.batch_size_is=per_device"),
+        ({**GLOBAL, "shard_optimizer": True}, {}, "strategy.shard_optimizer=True"),
+        ({**GLOBAL, "compression": "bf16"}, {}, "strategy.compression=bf16"),
+        (GLOBAL, {"survive": True, "spares": 1}, "launcher.spares=1 beside an accelerator"),
     ],
 )
-def test_where_ranks_need_one_another_it_is_refused_by_name(changes: dict[str, object], found: str) -> None:
-    strategy = {"_target_": "evener.strategies.DDPStrategy", "batch_size_is": "global", **changes}
-    cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu"})
+def test_where_ranks_need_one_another_it_is_refused_by_name(
+    changes: dict[str, Any], launcher: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(launcher))
+    strategy = {"_target_": "evener.strategies.DDPStrategy", **changes}
+    cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu", "launcher": launcher})
     with pytest.raises(ConfigError, match=f"got {re.escape(found)}"):
         verify_survive(cfg, LaunchPlan.of(cfg), "")
 
@@ -71,37 +78,6 @@ def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order() 
     assert not Agent(board).lose(1, [0, -9])
     board.arm(0, False)
     assert not Agent(board).lose(1, [None, -9])
-    board.close()
-
-
-def test_a_rank_that_died_is_forked_by_one_that_lives_until_no_spare_is_left() -> None:
-    board, adopted = Board(3), list[tuple[int, int]]()
-    agent = Agent(board, 2, lambda rank, pid: adopted.append((rank, pid)))
-    for rank in range(3):
-        board.arm(rank, True)
-    assert agent.lose(0, [-9, None, None])
-    for rank in (1, 2):
-        board.ask(rank, 1)
-    agent.assemble()
-    assert board.get(2, FORKS) == 1  # rank 0
-    board.set(0, PROCESS, 71)
-    agent.assemble()
-    assert (adopted, agent.dead, board.group) == ([(0, 71)], [], 0)
-    agent.assemble()
-    assert board.group == 0  # until it asks
-    assert agent.lose(0, [-9, None, None])  # while it joins
-    agent.assemble()
-    assert board.get(2, FORKS) == 1  # rank 0
-    board.set(0, PROCESS, 72)
-    agent.assemble()
-    board.ask(0, 1)
-    agent.assemble()
-    assert (board.group, adopted[1:], agent.dead) == (1, [(0, 72)], [])
-    assert agent.lose(0, [-9, None, None])
-    for rank in (1, 2):
-        board.ask(rank, 2)
-    agent.assemble()
-    assert (board.group, agent.dead) == (2, [0])
     board.close()
 
 
@@ -116,15 +92,6 @@ def test_the_others_go_on_without_a_rank_whose_fork_takes_too_long(monkeypatch: 
     agent.assemble()
     assert (board.group, agent.dead) == (1, [1])
     board.close()
-
-
-def test_spares_are_refused_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = {"_target_": "evener.strategies.DDPStrategy", "batch_size_is": "global"}
-    launcher = {"survive": True, "spares": 1}
-    cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu", "launcher": launcher})
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"got launcher\.spares=1 beside an accelerator"):
-        verify_survive(cfg, LaunchPlan.of(cfg), "")
 
 
 def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
@@ -155,11 +122,3 @@ def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut() -> N
         finally:
             PEER_LOST.clear()
             closed.close()
-
-
-def test_the_command_does_not_wait_for_a_rank_that_has_been_waited_for() -> None:
-    board = Board(1)
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    Agent(board).wait({0: process.pid}, 60.0)
-    board.close()

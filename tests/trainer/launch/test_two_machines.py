@@ -5,25 +5,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-import psutil
 import pytest
 from launching import Run, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-
-
-def torchrun(node: int, address: str, prefix: list[str] | None = None, *options: str) -> list[str]:
-    return [
-        *(prefix or []), sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-        f"--node-rank={node}", f"--master-addr={address}", "--master-port=29517", *options,
-    ]  # fmt: skip
 
 
 def ip(*words: str) -> None:
@@ -62,59 +53,45 @@ def two_hosts() -> Generator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def wait_both(runs: list[Run], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for run in runs:
-        assert run.wait(max(1.0, deadline - time.monotonic())) == 0, "\n".join(r.output.read_text() for r in runs)
-
-
-def start(
-    stack: ExitStack, folder: Path, address: str, prefixes: list[list[str]], options: list[str], overrides: list[str]
-) -> list[Run]:
-    runs = []
-    for node, prefix in enumerate(prefixes):
-        own = folder / str(node)
-        own.mkdir()
-        words = ["num_nodes=2", f"log_dir={folder}/logs", f"++module.record={folder}/record", *overrides]
-        env = {"GLOO_SOCKET_IFNAME": _interface(prefix)} if prefix else {}
-        command = torchrun(node, address, prefix, *options)
-        runs.append(stack.enter_context(running(own, *words, command=command, env=env)))
-        runs[-1].record = folder / "record"
-    return runs
-
-
 def _interface(prefix: list[str]) -> str:
     text = subprocess.run([*prefix, "ip", "-o", "link"], check=True, capture_output=True, text=True).stdout
     return next(line.split(": ")[1].split("@")[0] for line in text.splitlines() if ": ev" in line)
 
 
-def test_two_agents_with_two_ranks_each_share_one_run_directory(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        runs = start(stack, tmp_path, "127.0.0.1", [[], []], [], ["trainer.max_epochs=1"])
-        wait_both(runs, 150)
-        steps = runs[0].lines()
-    assert sorted({rank for rank, _, _ in steps}) == [0, 1, 2, 3]
-    assert [step for rank, _, step in steps if rank == 3] == list(range(32))
-    assert len(list(tmp_path.glob("logs/*/*/*"))) == 1
-    assert len(list(tmp_path.glob("logs/*/*/*/.hydra"))) == 1
-    assert len(list(tmp_path.glob("logs/**/result.json"))) == 1
+def start(stack: ExitStack, folder: Path, node: int, address: str, prefix: list[str]) -> Run:
+    """Start torchrun on a machine, with two ranks."""
+    (own := folder / str(node)).mkdir()
+    command = [
+        *prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+        f"--node-rank={node}", f"--master-addr={address}", "--master-port=29517", "--max-restarts=2",
+        "--monitor-interval=0.2",
+    ]  # fmt: skip
+    words = [
+        "num_nodes=2", f"log_dir={folder}/logs", f"++module.record={folder}/record", "trainer.max_epochs=1",
+        "++module.pause_s=0.1", "checkpoint=every_n_steps", "checkpoint.every_n_steps=2",
+    ]  # fmt: skip
+    env = {"GLOO_SOCKET_IFNAME": _interface(prefix)} if prefix else {}
+    run = stack.enter_context(running(own, *words, command=command, env=env))
+    run.record = folder / "record"
+    return run
 
 
-def test_two_hosts_train_together_and_resume_after_a_worker_is_killed(tmp_path: Path) -> None:
-    if reason := hosts_are_possible():
+@pytest.mark.parametrize("hosts", [False, True], ids=["two agents", "two hosts"])
+def test_two_machines_train_together_and_resume_after_a_worker_is_killed(hosts: bool, tmp_path: Path) -> None:
+    if hosts and (reason := hosts_are_possible()):
         pytest.skip(reason)
-    with two_hosts() as prefixes, ExitStack() as stack:
-        overrides = ["trainer.max_epochs=1", "++module.pause_s=0.1", "checkpoint=every_n_steps"]
-        options = ["--max-restarts=2", "--monitor-interval=0.2"]
-        runs = start(stack, tmp_path, ADDRESSES[0], prefixes, options, [*overrides, "checkpoint.every_n_steps=2"])
-        runs[0].wait_for_step(5, timeout_s=300)
+    with two_hosts() if hosts else nullcontext([[], []]) as prefixes, ExitStack() as stack:
+        address = ADDRESSES[0] if hosts else "127.0.0.1"
+        runs = [start(stack, tmp_path, node, address, prefix) for node, prefix in enumerate(prefixes)]
+        runs[0].wait_for_step(5, timeout_s=300, num_ranks=4)
         on_second_host = next(pid for rank, pid, _ in runs[0].lines() if rank == 3)
-        assert psutil.Process(on_second_host).is_running()
         os.kill(on_second_host, signal.SIGKILL)
-        wait_both(runs, 200)
+        for run in runs:
+            assert run.wait(200) == 0, "\n".join(each.output.read_text() for each in runs)
         steps = [step for rank, _, step in runs[0].lines() if rank == 0]
     restart = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
     assert steps[restart] >= 4, "it went on from a checkpoint"
     assert steps[restart] % 2 == 0
     assert steps[restart:] == list(range(steps[restart], 32))
     assert len(list(tmp_path.glob("logs/*/*/*"))) == 1
+    assert len(list(tmp_path.glob("logs/*/*/*/.hydra"))) == len(list(tmp_path.glob("logs/**/result.json"))) == 1
