@@ -1,88 +1,19 @@
-"""Micro-batches that go backward before the loss of the batch is known: what is kept meanwhile, and what arrives."""
+"""Micro-batches that go backward before the loss of the batch is known: what arrives.
+
+What is kept meanwhile is measured in late_device/test_late_memory.py.
+"""
 
 import weakref
 from typing import Any, ClassVar
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from parity import CLASSES, FEATURES, Case, Net, TokenNet, assert_equal, baseline, fit, make_module, run
-from regression import quiet_trainer
 from stage_modules import DEEP, SquareNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.strategies import ConfigError, ModelParallelStrategy
-
-
-class Saved:
-    """Bytes of the tensors that one stage has saved for backward, each counted until autograd lets go of it."""
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-
-    def pack(self, tensor: Tensor) -> "Held":
-        return Held(self, tensor.detach())  # an output that kept its graph would keep itself
-
-
-class Held:
-    def __init__(self, saved: Saved, tensor: Tensor) -> None:
-        self.saved, self.tensor = saved, tensor
-        saved.now += tensor.nbytes
-        saved.peak = max(saved.peak, saved.now)
-
-    def __del__(self) -> None:
-        self.saved.now -= self.tensor.nbytes
-
-
-class Sigmoids(nn.Module):
-    """Saves, of n samples, twice the outputs of 8 float64 numbers: 128·n bytes."""
-
-    def __init__(self, saved: Saved) -> None:
-        super().__init__()
-        self.saved = [saved]
-        self.bias = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(self.saved[0].pack, lambda held: held.tensor):
-            return torch.sigmoid(torch.sigmoid(x + self.bias))
-
-
-class Keeping(pl.LightningModule):
-    """Stages of sigmoids; notes the peak of each stage in the last step."""
-
-    def __init__(self, num_stages: int) -> None:
-        super().__init__()
-        self.saved = [Saved() for _ in range(num_stages)]
-        self.stages = nn.Sequential(*(Sigmoids(saved) for saved in self.saved))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.stages(batch).sum(1).mean()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        for saved in self.saved:
-            assert saved.now == 0
-            saved.peak = 0
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_stages", "num_microbatches", "expected"),
-    [
-        ("1f1b", 2, 8, [2, 1]), ("1f1b", 4, 8, [4, 3, 2, 1]), ("1f1b", 3, 2, [2, 2, 1]),
-        ("gpipe", 2, 8, [8, 8]),
-    ],
-)  # fmt: skip
-def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_stages_follow(
-    schedule: Any, num_stages: int, num_microbatches: int, expected: list[int]
-) -> None:
-    module = Keeping(num_stages)
-    trainer = quiet_trainer(ModelParallelStrategy(num_microbatches=num_microbatches, schedule=schedule), num_stages)
-    trainer.fit(module.double(), torch.utils.data.DataLoader(torch.randn(48, 8).double(), batch_size=16))
-    one = 128 * 16 // num_microbatches  # bytes
-    assert [saved.peak for saved in module.saved] == [num * one for num in expected]
 
 
 class Twice(Net):
