@@ -299,20 +299,6 @@ def test_an_error_in_a_replica_names_device_and_chunk(error: Any, raised: Any, m
     assert isinstance(caught.value.__cause__ or caught.value, type(error))
 
 
-def test_threads_evaluate_in_the_mode_of_the_trainer() -> None:
-    modes: list[tuple[bool, bool]] = []
-
-    class Noting(Net):
-        def test_step(self, batch: Any, batch_idx: int) -> Any:
-            modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-            return super().test_step(batch, batch_idx)
-
-    for inference in (True, False):
-        trainer = make_trainer(Case(), DataParallelStrategy(threads=True), devices=3, inference_mode=inference)
-        trainer.test(Noting().double(), Case().loader(), verbose=False)
-        assert modes[-8:] == [(False, inference)] * 8
-
-
 def test_batches_that_cannot_be_cut_are_refused() -> None:
     loader: Any = torch.utils.data.DataLoader([torch.tensor(1.0)], batch_size=None)  # type: ignore[arg-type]
     trainer = make_trainer(Case(), DataParallelStrategy(global_view=False), devices=2, limit_val_batches=0)

@@ -24,9 +24,9 @@ def split(batch: Any, sizes: list[int]) -> list[Any]:
     return BatchStructure().split(batch, sizes)
 
 
-def join(chunks: list[Any], sizes: list[int], device: torch.device | None = None) -> Any:
+def join(chunks: list[Any], sizes: list[int]) -> Any:
     """Join the results of chunks; the inverse of `split`."""
-    return ResultStructure("output").join(chunks, sizes, device)
+    return ResultStructure("output").join(chunks, sizes)
 
 
 class Pair(NamedTuple):

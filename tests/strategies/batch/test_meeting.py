@@ -56,7 +56,8 @@ class Modes(Net):
     def note(self, batch: Any) -> None:
         with torch.no_grad() if self is self.trainer.lightning_module else nullcontext():
             evener.over_batch(spread)(batch[0])
-            SEEN.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            SEEN.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.note(batch)
@@ -69,13 +70,16 @@ class Modes(Net):
 SEEN: list[Any] = []
 
 
-def test_threads_have_the_state_of_the_calling_thread_and_then_their_own() -> None:
+@pytest.mark.parametrize("inference", [True, False])
+def test_threads_have_the_state_of_the_calling_thread_and_then_their_own(inference: bool) -> None:
     SEEN.clear()
-    case = Case(Modes, num=4, dtype=torch.float32, trainer={"precision": "bf16-mixed", "num_sanity_val_steps": 0})
-    fit(case, Modes(), DataParallelStrategy(verify=False), devices=3, max_epochs=1)
-    training, validation = SEEN[4:7], SEEN[-3:]  # a few samples are looked at before each
-    assert training == [(grad, True, torch.bfloat16) for grad in (False, True, True)]
-    assert validation == [(False, True, torch.bfloat16)] * 3
+    options = {"precision": "bf16-mixed", "num_sanity_val_steps": 0, "inference_mode": inference}
+    case, module = Case(num=4, dtype=torch.float32, trainer=options), Modes()
+    trainer = fit(case, module, DataParallelStrategy(verify=False), devices=3, max_epochs=1)
+    training = SEEN[4:7]  # a few samples are looked at before
+    trainer.validate(module, case.loader(), verbose=False)
+    assert training == [(grad, False, torch.bfloat16) for grad in (False, True, True)]
+    assert SEEN[-3:] == [(False, inference, torch.bfloat16)] * 3
 
 
 class Fails(Net):
