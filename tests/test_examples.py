@@ -119,13 +119,6 @@ def test_padding_and_later_characters_change_nothing() -> None:
     torch.testing.assert_close(padded[1, :6], alone[0], rtol=0, atol=1e-12)
 
 
-def test_a_tied_embedding_is_one_parameter() -> None:
-    tied, untied = CharLM(tie_embedding=True), CharLM()
-    assert tied.head.weight is tied.embedding.chars.weight
-    sizes = [sum(p.numel() for p in module.parameters()) for module in (tied, untied)]
-    assert sizes[1] - sizes[0] == VOCABULARY_SIZE * 64
-
-
 def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
     pl.seed_everything(42, verbose=False)
     module = CharLM(width=32, num_blocks=2, num_heads=2, max_length=64, lr=5e-3, warmup_steps=20)

@@ -47,10 +47,8 @@ class Signalled(Tiny):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.reach("sanity check" if self.trainer.sanity_checking else "validation")
-
-    def on_train_start(self) -> None:
-        self.reach("train start")
+        if self.trainer.sanity_checking:
+            self.reach("sanity check")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
