@@ -19,8 +19,6 @@ from evener.trainer.job.run import build
 from evener.trainer.loggers.hparams import hyperparameters
 from evener.trainer.loggers.trackers import run_key, run_name
 
-ROOT = Path(__file__).parents[3]
-
 
 def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
@@ -36,21 +34,14 @@ def prepared(tmp_path: Path, *overrides: str) -> Any:
     )
 
 
-def test_several_loggers_at_once(tmp_path: Path) -> None:
-    parts = build(prepared(tmp_path, "logger=[tensorboard,csv]", "logger.csv.flush_logs_every_n_steps=3"))
-    assert [type(logger).__name__ for logger in parts.trainer.loggers] == ["TensorBoardLogger", "CSVLogger"]
-
-
-def test_a_logger_of_ones_own(tmp_path: Path) -> None:
-    own = "logger.custom._target_=pytorch_lightning.loggers.CSVLogger"
-    parts = build(prepared(tmp_path, "logger=custom", own, f"+logger.custom.save_dir={tmp_path}"))
-    assert [type(logger).__name__ for logger in parts.trainer.loggers] == ["CSVLogger"]
-
-
-def test_a_group_of_one_object_or_of_several() -> None:
-    assert entries("logger", {"_target_": "a.B"}) == [("logger", {"_target_": "a.B"})]
-    assert entries("logger", {"x": {"_target_": "a.B"}, "y": None}) == [("logger.x", {"_target_": "a.B"})]
-    assert entries("logger", None) == []
+def test_several_loggers_at_once_may_be_ones_own(tmp_path: Path) -> None:
+    own = ["logger.custom._target_=pytorch_lightning.loggers.CSVLogger", f"+logger.custom.save_dir={tmp_path}"]
+    parts = build(prepared(tmp_path, "logger=[tensorboard,csv,custom]", *own))
+    loggers = [
+        f"{type(logger).__module__.partition('.')[0]} {type(logger).__name__}" for logger in parts.trainer.loggers
+    ]
+    assert loggers == ["evener TensorBoardLogger", "evener CSVLogger", "pytorch_lightning CSVLogger"]
+    assert entries("logger", {"_target_": "a.B"}) == [("logger", {"_target_": "a.B"})]  # a group of one object
 
 
 @pytest.mark.parametrize(("word", "package"), [("wandb", "wandb"), ("mlflow", "mlflow"), ("comet", "comet_ml")])
@@ -78,36 +69,33 @@ def test_a_run_keeps_its_key_and_others_have_others() -> None:
     assert len(run_key("x")) == 32
 
 
-def project(tmp_path: Path) -> Path:
+def trained(tmp_path: Path, *words: str) -> Path:
+    """Train in a new project; return its directory."""
     done = warm_python.run("-c", "from evener.trainer.cli.tool import main; main()", "new", "mine", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    return tmp_path / "mine"
-
-
-def ran(home: Path, *words: str, status: int = 0) -> str:
+    home = tmp_path / "mine"
+    (home / "crash.py").write_text(CRASH, encoding="utf-8")
     done = warm_python.run(
         "train.py", "accelerator=cpu", "trainer.max_epochs=2", "tags=[a,b]", "notes=first", *words,
         cwd=home, env={**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(home)},
     )  # fmt: skip
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home
 
 
 CRASH = """
 import os
-from pathlib import Path
 
 import pytorch_lightning as pl
 
 
 class Crash(pl.Callback):
-    \"\"\"End the process in the second epoch of the first start.\"\"\"
-
     def on_train_epoch_start(self, trainer, module):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if first and trainer.current_epoch == 1 and trainer.global_rank == 1:
             os._exit(3)
 """
+"""Ends a process in the second epoch of the first start."""
 RANKS = ["strategy=ddp", "devices=2"]
 RESTARTED = [*RANKS, "launcher.max_restarts=1", "+callbacks.crash._target_=crash.Crash"]
 
@@ -117,25 +105,20 @@ RESTARTED = [*RANKS, "launcher.max_restarts=1", "+callbacks.crash._target_=crash
 @needs("mlflow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own use of SQLAlchemy
 @pytest.mark.filterwarnings("ignore:.*noload.*")
-@pytest.mark.parametrize("store", ["sqlite:///runs.db", "file:runs"])
-@pytest.mark.parametrize("how", [RANKS, RESTARTED], ids=["ddp", "restarted"])
+@pytest.mark.parametrize(("store", "how"), [("sqlite:///runs.db", RESTARTED), ("file:runs", RANKS)])
 def test_mlflow_has_one_run_per_training(
     store: str, how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = importlib.import_module("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 asks for it
-    home = project(tmp_path)
-    (home / "crash.py").write_text(CRASH, encoding="utf-8")
-    ran(home, "logger=mlflow", f"logger.mlflow.tracking_uri={store}", *how)
+    home = trained(tmp_path, "logger=mlflow", f"logger.mlflow.tracking_uri={store}", *how)
     monkeypatch.chdir(home)
     client = mlflow.tracking.MlflowClient(store)
     (experiment,) = client.search_experiments(filter_string="name = 'mine'")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.run_name.startswith("ddp/")
     assert run.info.status == "FINISHED"
-    assert {name: run.data.tags.get(name) for name in ("a", "b", "mlflow.note.content")} == {
-        "a": "true", "b": "true", "mlflow.note.content": "first",
-    }  # fmt: skip
+    assert run.data.tags.items() >= {"a": "true", "b": "true", "mlflow.note.content": "first"}.items()
     assert (run.data.params["strategy/_target_"], run.data.params["module/lr"]) == ("ddp", "0.01")
     history = client.get_metric_history(run.info.run_id, "val/loss")
     assert len({point.step for point in history}) == 2
@@ -147,9 +130,7 @@ def test_mlflow_has_one_run_per_training(
 @needs("wandb")
 @pytest.mark.parametrize("how", [RANKS, RESTARTED], ids=["ddp", "restarted"])
 def test_wandb_has_one_run_per_training(how: list[str], tmp_path: Path) -> None:
-    home = project(tmp_path)
-    (home / "crash.py").write_text(CRASH, encoding="utf-8")
-    ran(home, "logger=wandb", "logger.wandb.offline=true", *how)
+    home = trained(tmp_path, "logger=wandb", "logger.wandb.offline=true", *how)
     (run_dir,) = (home / "logs" / "mine" / "ddp").iterdir()
     ids = {path.name.rpartition("-")[2] for path in (run_dir / "wandb").glob("offline-run-*")}
     assert ids == {run_key(run_dir)}
@@ -160,10 +141,8 @@ def test_wandb_has_one_run_per_training(how: list[str], tmp_path: Path) -> None:
 @needs("comet_ml")
 def test_comet_offline_writes_one_archive(tmp_path: Path) -> None:
     """Lightning's logger disables the experiment with `online=False`, so that nothing was written."""
-    home = project(tmp_path)
-    ran(home, "logger=comet", "logger.comet.online=false", *RANKS)
-    (run_dir,) = (home / "logs" / "mine" / "ddp").iterdir()
-    (archive,) = run_dir.glob("*.zip")
+    home = trained(tmp_path, "logger=comet", "logger.comet.online=false", *RANKS)
+    (archive,) = (home / "logs" / "mine" / "ddp").glob("*/*.zip")
     with zipfile.ZipFile(archive) as file:
         text = b"".join(file.read(name) for name in file.namelist()).decode(errors="replace")
     assert "val/loss" in text

@@ -10,15 +10,15 @@ from regression import Net, Numbered, quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from evener.strategies import ConfigError, DDPStrategy, SingleDeviceStrategy
+from evener.strategies import DDPStrategy, SingleDeviceStrategy
 
 
 class Collects(Net):
-    """Collects errors in lists, the idiom of Lightning 2; `options` are those of `self.log` in the epoch's hooks."""
+    """Collects errors in lists, the idiom of Lightning 2; `by_size` says how its hooks log their means."""
 
-    def __init__(self, options: dict[str, Any], weighted: bool) -> None:
+    def __init__(self, by_size: bool) -> None:
         super().__init__()
-        self.options, self.by_size = options, weighted
+        self.by_size = by_size
         self.train_errors: list[Tensor] = []
         self.val_errors: list[Tensor] = []
 
@@ -31,7 +31,7 @@ class Collects(Net):
         self.val_errors += (self.net(batch[0]) - batch[1]).square()
 
     def _log(self, name: str, errors: list[Tensor]) -> None:
-        options = self.options | ({"batch_size": len(errors)} if self.by_size else {})
+        options: dict[str, Any] = {"sync_dist": True, "batch_size": len(errors)} if self.by_size else {}
         self.log(name, torch.cat(errors).mean(), **options)
         errors.clear()
 
@@ -43,24 +43,20 @@ class Collects(Net):
         self._log("val", self.val_errors)
 
 
-def _fit(num_ranks: int, options: dict[str, Any], weighted: bool, sanity: int) -> Any:
-    module = Collects(options, weighted)
+def _fit(num_ranks: int, by_size: bool) -> tuple[dict[str, float], list[str]]:
     strategy = DDPStrategy(batch_size_is="global", timeout_s=120) if num_ranks > 1 else SingleDeviceStrategy()
-    trainer = quiet_trainer(strategy, num_ranks, num_sanity_val_steps=sanity)
+    trainer = quiet_trainer(strategy, num_ranks, num_sanity_val_steps=2)
     loader = DataLoader(Numbered(9), 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            trainer.fit(module, loader, loader)
-        except ConfigError as exc:
-            return trainer.global_step, str(exc)
+        trainer.fit(Collects(by_size), loader, loader)
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return values, [str(warning.message) for warning in caught if "is another one on each rank" in str(warning.message)]
 
 
 def test_values_of_evaluations_are_one_devices_and_those_of_training_are_warned_of_once() -> None:
-    single, _ = _fit(1, {}, False, 2)
-    (first, told), (second, others) = run_ranks(_fit, 2, 2, {}, False, 2)
+    single, _ = _fit(1, False)
+    (first, told), (second, others) = run_ranks(_fit, 2, 2, False)
     assert first["val"] == pytest.approx(single["val"], abs=1e-10)
     assert second["val"] == pytest.approx(single["val"], abs=1e-10)
     assert [message.partition(":")[0] for message in told] == ["self.log('train') in on_train_epoch_end"]
@@ -68,7 +64,7 @@ def test_values_of_evaluations_are_one_devices_and_those_of_training_are_warned_
 
 
 def test_with_the_number_of_samples_the_values_are_one_devices() -> None:
-    single, _ = _fit(1, {"sync_dist": True}, True, 2)
-    for values, messages in run_ranks(_fit, 2, 2, {"sync_dist": True}, True, 2):
+    single, _ = _fit(1, True)
+    for values, messages in run_ranks(_fit, 2, 2, True):
         assert values == pytest.approx(single, abs=1e-10)
         assert messages == []

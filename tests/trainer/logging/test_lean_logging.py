@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers import TensorBoardLogger
 from recording import SmallModule, loader
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from seen import raw_points
 from tiny import Tiny, quiet
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa, MulticlassF1Score
@@ -35,6 +34,7 @@ class LoggingModule(SmallModule):
         self.log("double", loss.detach().double(), on_step=False, on_epoch=True)
         self.log("shaped", loss.detach().reshape(1, 1))
         self.log("whole", 3, on_epoch=True)
+        self.log("number", 0.1 * batch_idx)
         self.log("sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
         self.log("given", loss, on_step=False, on_epoch=True, batch_size=1 + batch_idx)
         self.mean.update(loss.detach())
@@ -62,9 +62,12 @@ class Reader(pl.Callback):
     def __init__(self, every: int) -> None:
         self.every, self.seen = every, []
 
-    def read(self, trainer: Any) -> None:
+    def read(self, trainer: Any, *_: Any) -> None:
         for metrics in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
-            self.seen.append({key: (type(value), float(value)) for key, value in metrics.items()})
+            found = {key: (getattr(value, "dtype", type(value)), float(value)) for key, value in metrics.items()}
+            self.seen.append(found)
+
+    on_validation_start = on_validation_end = on_train_epoch_end = on_train_end = read
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.every == 0:
@@ -75,37 +78,45 @@ class Reader(pl.Callback):
         if batch_idx % self.every == 0:
             self.read(trainer)
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.read(trainer)
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.read(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.read(trainer)
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.read(trainer)
-
 
 # Lightning's advice, which it gives for an int and for every two loaders
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log\\('whole'")
 
 
-@pytest.mark.parametrize("every", [1, 4, 100])
+@pytest.mark.parametrize(("every", "log_every"), [(1, 2), (4, 1), (100, 5)])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 3}])
-def test_metrics_equal_lightnings(every: int, options: dict[str, Any]) -> None:
-    seen = []
-    for cls in TRAINERS:
+def test_metrics_and_points_equal_lightnings(
+    every: int, log_every: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    seen, written = [], []
+    for number, cls in enumerate(TRAINERS):
         torch.manual_seed(0)
-        reader = Reader(every)
-        trainer = quiet(cls, **options, num_sanity_val_steps=0, max_epochs=2, callbacks=[reader])
+        reader, logger = Reader(every), TensorBoardLogger(tmp_path, name=str(number))
+        given = {**options, "logger": logger, "log_every_n_steps": log_every, "callbacks": [reader]}
+        trainer = quiet(cls, num_sanity_val_steps=0, max_epochs=2, **given)
         trainer.fit(LoggingModule(), loader(), loader(10))
         reader.read(trainer)
-        seen.append(reader.seen)
+        seen.append(list(reader.seen))
+        torch.manual_seed(1)  # Lightning's validation draws from training's random streams, and ours does not
+        trainer.validate(LoggingModule(), loader(), verbose=False)
+        written.append(sorted(raw_points(Path(logger.log_dir))))
     assert len(seen[0]) > 10
     assert seen[0][-3]["gradient"][1] > 0
     assert seen[0] == seen[1]
+    steps = 6 if "accumulate_grad_batches" in options else 12  # of two epochs of six batches
+    assert len([1 for tag, _, _ in written[0] if tag == "loss"]) == steps // log_every
+    assert written[0] == written[1]
+
+
+def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
+    """From the second step on it was float32 under `64-true`, which sets the default type in the step only."""
+    found = []
+    for cls in TRAINERS:
+        trainer = quiet(cls, precision="64-true", limit_val_batches=0)
+        trainer.fit(LoggingModule(), loader(), loader(4))
+        found.append(trainer.callback_metrics["number"])
+    assert found[0].dtype == found[1].dtype == torch.float64
+    assert found[0] == found[1]
 
 
 def test_results_of_evaluation_equal_lightnings() -> None:
@@ -125,72 +136,6 @@ def test_results_of_evaluation_equal_lightnings() -> None:
     assert results[0] == results[1]
 
 
-def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    points: dict[str, list[tuple[int, float]]] = {}
-    # fit and validate write a file each, whose names, made in one second, end in a counter that does not sort as text
-    for file in sorted(
-        folder.glob("events.*"), key=lambda file: int(file.name.split(".")[-2 if file.suffix == ".evener" else -1])
-    ):
-        reader = EventAccumulator(str(file))
-        reader.Reload()
-        for tag in reader.Tags()["scalars"]:
-            points.setdefault(tag, []).extend((event.step, event.value) for event in reader.Scalars(tag))
-    return points
-
-
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_tensorboard_events_equal_lightnings(every: int, tmp_path: Path) -> None:
-    written = []
-    for number, cls in enumerate(TRAINERS):
-        torch.manual_seed(0)
-        logger = TensorBoardLogger(tmp_path, name=str(number))
-        trainer = quiet(cls, logger=logger, num_sanity_val_steps=0, max_epochs=3, log_every_n_steps=every)
-        trainer.fit(LoggingModule(), loader(), loader(10))
-        torch.manual_seed(1)  # Lightning's validation draws from training's random streams, and ours does not
-        trainer.validate(LoggingModule(), loader(), verbose=False)
-        written.append(events(Path(logger.log_dir)))
-    assert len(written[0]["loss"]) == 18 // every  # 6 steps in each of 3 epochs
-    assert written[0] == written[1]
-
-
-class CountingReads(TorchDispatchMode):
-    """Counts values that are read back to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-class CountPerStep(pl.Callback):
-    def __init__(self, counter: CountingReads) -> None:
-        self.counter, self.before, self.reads = counter, 0, []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.reads.append(self.counter.reads - self.before)
-        self.before = self.counter.reads
-
-
-def reads_per_step(cls: type[pl.Trainer], tmp_path: Path) -> list[int]:
-    with CountingReads() as counter:
-        count = CountPerStep(counter)
-        logger = CSVLogger(tmp_path, name=cls.__module__)
-        trainer = quiet(cls, logger=logger, num_sanity_val_steps=0, log_every_n_steps=5, callbacks=[count])
-        trainer.fit(SmallModule(), loader(44), loader(4))
-    return count.reads[1:]
-
-
-def test_nothing_is_read_back_on_a_step_that_does_not_log(tmp_path: Path) -> None:
-    reads = reads_per_step(Trainer, tmp_path)
-    assert len(reads) == 10  # 44 samples are 11 steps; the last has no step after it
-    # steps 5 and 10 log: the five values of a step that have one then, and two of them for the progress bar
-    assert [step for step, count in enumerate(reads, 1) if count] == [5, 10]
-    assert all(reads_per_step(pl.Trainer, tmp_path)), "the counter sees what Lightning reads in every step"
-
-
 def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     copies = []
 
@@ -202,25 +147,6 @@ def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     quiet(limit_train_batches=1).fit(module, loader(), loader(4))
     assert copies[0].log.__self__ is copies[0]
     assert "log" not in vars(module)
-
-
-class OwnNumbers(SmallModule):
-    """Logs a number of its own in double precision."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("number", 0.1 * batch_idx)
-        return self.layer(batch).mean()
-
-
-def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
-    """From the second step on it was float32 under `64-true`, which sets the default type in the step only."""
-    found = []
-    for cls in TRAINERS:
-        trainer = quiet(cls, precision="64-true", limit_val_batches=0)
-        trainer.fit(OwnNumbers(), DataLoader(torch.ones(12, 4), 4), loader(4))
-        found.append(trainer.callback_metrics["number"])
-    assert found[0].dtype == found[1].dtype == torch.float64
-    assert found[0] == found[1]
 
 
 class LogsCollection(Tiny):
@@ -252,11 +178,11 @@ def collection_values(
     return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("strategy", ["auto", DataParallelStrategy(["cpu", "cpu"])])
-def test_a_collection_logged_at_once_is_as_lightnings(strategy: Any) -> None:
+def test_a_collection_logged_at_once_is_as_lightnings_under_dp() -> None:
     lightnings = collection_values(pl.Trainer, "auto")
     assert set(lightnings) == {"train/accuracy", "train/f1", "train/kappa", "a", "b"}
-    assert collection_values(Trainer, strategy) == pytest.approx(lightnings, abs=1e-6)
+    found = collection_values(Trainer, DataParallelStrategy(["cpu", "cpu"]))
+    assert found == pytest.approx(lightnings, abs=1e-6)
 
 
 class ChangesCollection(LogsCollection):

@@ -72,9 +72,9 @@ class OtherDtypes(Logs):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = torch.float64 if self.global_rank else torch.float32
-        self.log("double", batch.double().mean(), sync_dist=True)
-        self.log("own", batch.to(own).mean(), sync_dist=True)
-        self.log("default", batch.mean(), sync_dist=True)
+        self.log_dict(
+            {"double": batch.double().mean(), "own": batch.to(own).mean(), "default": batch.mean()}, sync_dist=True
+        )
         return (self.w * batch).mean()
 
 
