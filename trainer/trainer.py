@@ -41,7 +41,7 @@ from .config.nearest import did_you_mean
 from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
-from .loops.explained_errors import explained_errors
+from .loops.explained_errors import explain
 from .loops.hook_plan import TimedBar, is_lean
 from .loops.log_method import lean_logging
 from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
@@ -253,8 +253,12 @@ class Trainer(pl.Trainer):
     @override
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._agreed_log_dir = None
-        with explained_errors(self), filtered(LIGHTNING_TELLS, _is_no_tip):
-            return super()._run(*args, **kwargs)
+        try:
+            with filtered(LIGHTNING_TELLS, _is_no_tip):
+                return super()._run(*args, **kwargs)
+        except (RuntimeError, ValueError) as exc:
+            explain(self, exc)
+            raise
 
     @property
     @override

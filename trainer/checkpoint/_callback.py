@@ -171,7 +171,7 @@ class Checkpoint(ModelCheckpoint):
                 )
             else:
                 self.snapshots = MemorySnapshots(self._snapshot_every_n_steps, self.dirpath)
-        if trainer.is_global_zero and self.dirpath is not None:
+        if trainer.is_global_zero and self.dirpath is not None and Path(self.dirpath).is_dir():  # of an earlier run
             remove_leftovers(Path(self.dirpath))
 
     @override

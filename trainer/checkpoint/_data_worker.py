@@ -23,8 +23,8 @@ from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter
 
 
 def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> Any:
-    """Return what `get_iterator` makes of a loader."""
-    if loader.num_workers and (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+    """Return what `get_iterator` makes of a loader with workers."""
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
         forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
     collects, others = gc.isenabled(), multiprocessing.active_children()

@@ -336,19 +336,18 @@ _RESTORE: dict[str, Callable[[Any, Any, _Classes], Any]] = {
 }
 
 
-def _load_restored(own: Callable[..., Any]) -> Callable[..., Any]:
+_load_state = saving._load_state
+
+
+@wraps(_load_state)
+def _load_restored(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **given: Any) -> Any:
     """Have Lightning's `load_from_checkpoint` make the module with the hyperparameters that were saved."""
-
-    @wraps(own)
-    def load(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **given: Any) -> Any:
-        back = restored(checkpoint, cls, given)
-        back.pop(EXACT, None)
-        hparams = back.get(cls.CHECKPOINT_HYPER_PARAMS_KEY)
-        if isinstance(hparams, Container):  # Lightning gives it what it has resolved
-            back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]
-        return own(cls, back, strict=strict, **given)
-
-    return load
+    back = restored(checkpoint, cls, given)
+    back.pop(EXACT, None)
+    hparams = back.get(cls.CHECKPOINT_HYPER_PARAMS_KEY)
+    if isinstance(hparams, Container):  # Lightning gives it what it has resolved
+        back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]
+    return _load_state(cls, back, strict=strict, **given)
 
 
-saving._load_state = _load_restored(saving._load_state)
+saving._load_state = _load_restored

@@ -205,10 +205,10 @@ class ResumableLoader(Resumable):
         self.rank = rank
         self._copy: Any = copy.copy(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        start = self._copy._get_iterator
         # DataLoader refuses such an assignment on a loader in use; this one is new
-        own = {"_iterator": None, name: _Indices(self, getattr(loader, name))}
-        vars(self._copy).update(own, _get_iterator=lambda: start_workers(self._copy, start))
+        vars(self._copy).update({"_iterator": None, name: _Indices(self, getattr(loader, name))})
+        if loader.num_workers:
+            self._copy._get_iterator = partial(start_workers, self._copy, self._copy._get_iterator)
 
     @property
     def _iterator(self) -> Any:

@@ -146,7 +146,7 @@ def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return {
         "loaders": [] if loader is None else _positions(trainer, loader),
-        "weights": epoch_loop.accumulation.total,
+        "weights": epoch_loop.automatic_optimization.total,
         "metrics": {
             name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(trainer.lightning_module)
@@ -180,7 +180,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
             saved.give(metric)
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
-    epoch_loop.accumulation.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
+    epoch_loop.automatic_optimization.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
     if state["random"] is None:  # a rank that was not there before

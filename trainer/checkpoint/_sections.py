@@ -36,7 +36,6 @@ from ...strategies.core.patching import replaced
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
-from ...strategies.registry import ranks_of
 from ..loggers import journal
 from . import _position
 
@@ -65,14 +64,10 @@ class Sections:
         survivor.when_forked.append(self._begin_forked)
 
     @classmethod
-    def of(cls, trainer: Any) -> "Sections | None":
-        """Make the sections of a run; None if its ranks can't go on without others."""
-        ranks = ranks_of(trainer.strategy)
-        survivor = None if ranks is None else ranks.group.survivor
-        if ranks is None or survivor is None:
-            return None
+    def of(cls, trainer: Any, survivor: Survivor) -> "Sections | None":
+        """Make the sections of a run; None if its ranks can't go on without others all the same."""
         why = {
-            "steps see whole batches (strategy.global_view)": ranks.sync.evaluates_together,
+            "steps see whole batches (strategy.global_view)": trainer.strategy.sync.evaluates_together,
             "optimization is manual": not trainer.lightning_module.automatic_optimization,
             "LBFGS computes a step several times": any(isinstance(one, LBFGS) for one in trainer.optimizers),
         }
@@ -265,7 +260,7 @@ class _Before:
         self._trainer = trainer
         contract = trainer.strategy.contract
         self._owners = [
-            *loops, *counters, automatic, loops[1].accumulation, loops[1]._results, loops[2]._results, trainer,
+            *loops, *counters, automatic, loops[1]._results, loops[2]._results, trainer,
             trainer.state, trainer._logger_connector, trainer._logger_connector._exchange, trainer.lightning_module,
             contract, contract.metrics.sync, trainer.strategy.structures.lists,
         ]  # fmt: skip

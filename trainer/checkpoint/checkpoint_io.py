@@ -49,7 +49,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self.on_error = on_error
         self._failed: set[str] = set()
         self._last_failed = False
-        self._memory = HostMemory()
+        self._memory = HostMemory() if background else None  # training changes the state while a thread writes
         self._executor: ThreadPoolExecutor | None = None
         self._pending: list[Future[object]] = []
 
@@ -65,7 +65,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
         self.wait()
         plain = to_plain(checkpoint)
-        copied = self._memory.take(plain) if self.background else plain  # training changes it while a thread writes
+        copied = plain if self._memory is None else self._memory.take(plain)
         self._submit(lambda: self._write(copied, str(path)))
 
     @override
@@ -84,7 +84,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         file = ShardFile(Path(path).with_name(writers.broadcast(new_name())), placed)
         rest = to_plain(placed.state) if writers.is_first else {}
         parts = placed.parts
-        if self.background:
+        if self._memory is not None:
             rest, parts = self._memory.take((rest, parts))
         self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
 

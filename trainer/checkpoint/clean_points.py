@@ -72,6 +72,9 @@ class ExactCheckpoints(_CheckpointConnector):
                 f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give a trainer's "
                 "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
+        fit_loop.resumed = Position()
+        if not self._loaded_checkpoint:
+            return
         for owner in (trainer.lightning_module, trainer.datamodule):
             self._loaded_checkpoint = restored(self._loaded_checkpoint, type(owner))
         states: dict[Any, Any] = self._loaded_checkpoint.get("callbacks") or {}
@@ -80,7 +83,8 @@ class ExactCheckpoints(_CheckpointConnector):
             if isinstance(key, type) and class_name(key) in states:
                 states[key] = states.pop(class_name(key))
         saved = self._loaded_checkpoint.pop(EXACT, {})
-        fit_loop.resumed = Position.read(saved if self.trainer.state.fn == TrainerFn.FITTING else {})
+        if trainer.state.fn == TrainerFn.FITTING:
+            fit_loop.resumed = Position.read(saved)
 
 
 class ResumingFitLoop(_FitLoop):
@@ -339,4 +343,6 @@ class ResumingFitLoop(_FitLoop):
         self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else Position()
         self.takes_steps = True
         self.agree_to_end(at_once=True)
-        self.sections = Sections.of(self.trainer)
+        ranks = ranks_of(self.trainer.strategy)
+        survivor = None if ranks is None else ranks.group.survivor
+        self.sections = None if survivor is None else Sections.of(self.trainer, survivor)

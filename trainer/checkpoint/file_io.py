@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -156,22 +156,21 @@ def _damage_named(path: Path) -> Generator[None]:
         raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint. Use another one.") from exc
 
 
-def _load_whole(own: Callable[..., Any]) -> Callable[..., Any]:
+_pl_load: Any = saving.pl_load
+
+
+@wraps(_pl_load)
+def _load_whole(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Have Lightning's `load_from_checkpoint` read checkpoints whose tensors are in a file of shards."""
-
-    @wraps(own)
-    def load(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        checkpoint: dict[str, Any] = own(path, map_location, *args, **kwargs)
-        checkpoint.pop(_MARK, None)
-        if SHARDS not in checkpoint:
-            return checkpoint
-        moves = isinstance(map_location, (str, torch.device))
-        return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
-
-    return load
+    checkpoint: dict[str, Any] = _pl_load(path, map_location, *args, **kwargs)
+    checkpoint.pop(_MARK, None)
+    if SHARDS not in checkpoint:
+        return checkpoint
+    moves = isinstance(map_location, (str, torch.device))
+    return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
 
 
-saving.pl_load = _load_whole(saving.pl_load)
+saving.pl_load = _load_whole
 
 
 def shard_file(path: Path) -> Path | None:

@@ -5,6 +5,7 @@ of a step only records that there is something to collect. It is collected befor
 read: by a logger at its step, the progress bar at its refresh, a callback at any time.
 """
 
+from functools import cached_property
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -38,12 +39,15 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results: LeanResults | None = None
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
-        self._exchange = Exchange(trainer)
         self._weightless: ModuleLog | None = None
         self.collected: dict[str, dict[str, Any]] = {}
         self.is_exchanged = False
         """Whether ranks have exchanged all that was logged before the end of the evaluation that comes next."""
         super().__init__(trainer)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.trainer)
 
     @override
     def on_batch_start(
@@ -142,7 +146,7 @@ class LeanLoggerConnector(_LoggerConnector):
 
     def _share(self) -> None:
         results = cast(LeanResults | None, self.trainer._results)
-        if results is None:
+        if results is None or results.ranks is None:
             return
         steps = [series for series in results.values() if series.meta.on_step]
         for step, values in self._exchange.end_epoch(results):

@@ -139,8 +139,6 @@ class Exchange:
         Raises:
             ConfigError: the sanity check shows that ranks disagree on a value of an epoch's hook.
         """
-        if results.ranks is None:
-            return []
         if not results.training:
             self._count_waiting(results)
         for metric in metrics_of(self._trainer.lightning_module):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.loops.fetchers import _DataFetcher
-from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
+from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.utilities.enums import GradClipAlgorithmType
@@ -34,7 +34,7 @@ from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import OneLoader, batch_mover
-from .accumulation import Accumulation
+from .accumulation import AccumulatingOptimization
 from .hook_plan import MODULE, PRECISION, STRATEGY, HookPlan, any_overridden, overridden
 
 _OPTIMIZERS = [
@@ -117,15 +117,13 @@ class TrainStep:
         self,
         plan: HookPlan,
         loader: OneLoader | _DataFetcher,
-        automatic: _AutomaticOptimization,
-        accumulation: Accumulation,
+        automatic: AccumulatingOptimization,
     ) -> None:
         self.plan = plan
         # Lightning's fetcher also returns the indices of the batch and of the loader
         self.next_batch = loader.__next__ if isinstance(loader, OneLoader) else lambda: next(loader)[0]
         self.trainer = plan.trainer
         self.automatic = automatic
-        self.accumulation = accumulation
         self.resolve()
 
     def resolve(self) -> None:
@@ -197,21 +195,21 @@ class TrainStep:
         if output is None:
             return self._skip(batch_idx, first)
         loss, others = (output, {}) if isinstance(output, Tensor) else self._split(output)
-        exact = parts != 1 and self.accumulation.exact
+        exact = parts != 1 and self.automatic.exact
         if parts != 1 and not exact:
             loss = loss / parts
         # a copy, since precision plugins and hooks may scale it in place
         reported = {"loss": loss.detach().clone() if self.reads_outputs else loss.detach(), **others}
         if exact:
             if first:
-                self.accumulation.start()
-            loss = self.accumulation.weigh(loss, output, batch)
+                self.automatic.start()
+            loss = self.automatic.weigh(loss, output, batch)
         del output, others
         if first:
             self._zero_grad(batch_idx)
         plan.call_as("backward", self._backward if self.hooked_backward else self.bring_back, loss)
         if stepping and exact:
-            self.accumulation.divide_gradients()
+            self.automatic.divide_gradients()
         return reported
 
     def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
@@ -222,8 +220,7 @@ class TrainStep:
                 "ranks would wait for this rank's gradients. Return a loss on every rank, zero if there is nothing to "
                 "train on."
             )
-        automatic: Any = self.automatic
-        automatic.num_none += 1
+        self.automatic.num_none += 1
         zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
         Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
         return {}

@@ -8,7 +8,6 @@ the sum of the weights.
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
 from torch import Tensor
@@ -25,14 +24,18 @@ from ...strategies.core.types import Batch
 from ...strategies.registry import ranks_of
 
 
-class Accumulation:
-    """The sum of the loss weights in the current optimizer step, if `exact_accumulation` has the trainer weigh them."""
+class AccumulatingOptimization(_AutomaticOptimization):
+    """Lightning's automatic optimization, which weighs the losses of an optimizer step if `exact_accumulation` asks.
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self.trainer = trainer
-        self.total: Tensor | float = 0.0
-        self._is_divided = False
-        self._reader: LossReader | None = None
+    Attributes:
+        total: the sum of the weights in the current optimizer step.
+        num_none: number of batches for which `training_step` returned None.
+    """
+
+    total: Tensor | float = 0.0
+    num_none = 0
+    _is_divided = False
+    _reader: LossReader | None = None
 
     @property
     def exact(self) -> bool:
@@ -106,28 +109,16 @@ class Accumulation:
             torch._foreach_div_(gradients, divisor.to(device) if isinstance(divisor, Tensor) else divisor)
         self._is_divided = True
 
-
-class WeighedAutomaticOptimization(_AutomaticOptimization):
-    """Lightning's automatic optimization with exact accumulation, for steps that are not lean."""
-
-    def __init__(self, trainer: pl.Trainer, accumulation: Accumulation) -> None:
-        super().__init__(trainer)
-        self._accumulation = accumulation
-        self.num_none = 0
-        """Number of batches for which `training_step` returned None."""
-
     @override
-    def _training_step(self, kwargs: Any) -> ClosureResult:
+    def _training_step(self, kwargs: Any) -> ClosureResult:  # of steps that are not lean, as all below
         parts = self.trainer.accumulate_grad_batches
         if self.trainer.fit_loop.batch_idx % parts == 0:  # an optimizer that computes it again begins anew
-            self._accumulation.start()
+            self.start()
         result = super()._training_step(kwargs)
         self.num_none += result.closure_loss is None
-        if self._accumulation.exact and result.closure_loss is not None:
+        if self.exact and result.closure_loss is not None:
             output = {"loss": result.closure_loss, **result.extra}
-            result.closure_loss = self._accumulation.weigh(
-                result.closure_loss * parts, output, next(iter(kwargs.values()))
-            )
+            result.closure_loss = self.weigh(result.closure_loss * parts, output, next(iter(kwargs.values())))
             assert result.loss is not None
             result.loss = result.loss * parts
         result.extra.pop(FOUND, None)
@@ -137,14 +128,14 @@ class WeighedAutomaticOptimization(_AutomaticOptimization):
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         backward = super()._make_backward_fn(optimizer)
         sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
-        divides = self._accumulation.exact and not self.trainer.fit_loop._should_accumulate()
+        divides = self.exact and not self.trainer.fit_loop._should_accumulate()
         if backward is None or not (divides or sections is not None):
             return backward
 
         def backward_and_divide(loss: Tensor) -> None:
             backward(loss)
             if divides:
-                self._accumulation.divide_gradients()
+                self.divide_gradients()
             if sections is not None:
                 sections.count()
 

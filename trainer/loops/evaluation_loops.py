@@ -17,8 +17,7 @@ from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of, ranks_of
 from ..checkpoint.separate_evaluation import SeparateEvaluation
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, batch_mover, may_read_lean, to_cpu
-from .explained_errors import only_loaders_end
+from ._batch_fetch import OneLoader, batch_mover, may_read_lean, only_loaders_end, to_cpu
 from .hook_plan import HookPlan
 
 

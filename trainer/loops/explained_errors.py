@@ -2,11 +2,8 @@
 
 import re
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -14,8 +11,6 @@ import torch
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import is_out_of_memory, memory_bytes, peak_memory_bytes
 from ...strategies.core.files import is_library
-
-_T = TypeVar("_T")
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
@@ -45,44 +40,26 @@ _ADVICE = {
 """What torch says, and what to say in its place."""
 
 
-@contextmanager
-def explained_errors(trainer: pl.Trainer) -> Generator[None]:
-    """Say what to change in errors of torch's that are raised inside the block.
+def explain(trainer: pl.Trainer, exc: RuntimeError | ValueError) -> None:
+    """Say in an error of torch's what to change.
 
     An out-of-memory error also gets the device, the chunk's size and the peak memory.
 
     Raises:
         DeviceOutOfMemory: instead of torch's or a library's error.
     """
-    try:
-        yield
-    except (RuntimeError, ValueError) as exc:
-        if isinstance(exc, RuntimeError) and is_out_of_memory(exc):
-            raise DeviceOutOfMemory(_explain(trainer, exc)) from exc
-        for words, advice in _ADVICE.items():
-            if words in str(exc):
-                exc.args = (f"{advice} ({exc}).",)
-        raise
+    if isinstance(exc, RuntimeError) and is_out_of_memory(exc):
+        raise DeviceOutOfMemory(_out_of_memory(trainer, exc)) from exc
+    for words, advice in _ADVICE.items():
+        if words in str(exc):
+            exc.args = (f"{advice} ({exc}).",)
 
 
-def only_loaders_end(method: Callable[..., _T]) -> Callable[..., _T]:
-    """Have a loop's method raise StopIteration only where its loader has ended, or a hook asked to skip the rest.
+def refuse_of_users(exc: StopIteration) -> None:
+    """Refuse a StopIteration of the user's code, which the loop would take for the end of its loader.
 
-    The loop takes it for the end. In the user's code it is a mistake: the epoch would end there without a word.
+    The epoch would end there without a word. A step that asks the loader itself may raise it.
     """
-
-    @wraps(method)
-    def call(*args: Any) -> _T:
-        try:
-            return method(*args)
-        except StopIteration as exc:
-            _refuse_of_users(exc)
-            raise
-
-    return call
-
-
-def _refuse_of_users(exc: StopIteration) -> None:
     where = ""
     for frame, line in traceback.walk_tb(exc.__traceback__):
         code = frame.f_code
@@ -98,7 +75,7 @@ def _refuse_of_users(exc: StopIteration) -> None:
         ) from exc
 
 
-def _explain(trainer: pl.Trainer, exc: RuntimeError) -> str:
+def _out_of_memory(trainer: pl.Trainer, exc: RuntimeError) -> str:
     text = str(exc)
     device, results = trainer.strategy.root_device, cast("Any", trainer._results)
     count = None if results is None or results.batch is None else num_samples(results.batch)

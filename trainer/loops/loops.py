@@ -26,11 +26,10 @@ from ..checkpoint.clean_points import ResumingFitLoop
 from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, may_read_lean
+from ._batch_fetch import OneLoader, may_read_lean, only_loaders_end
 from ._train_step import TrainStep
-from .accumulation import Accumulation, WeighedAutomaticOptimization
+from .accumulation import AccumulatingOptimization
 from .evaluation_loops import LeanEvaluationLoop
-from .explained_errors import only_loaders_end
 from .hook_plan import HookPlan, may_be_lean
 
 TRAIN_HOOKS = (
@@ -79,8 +78,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
 
     def __init__(self, trainer: pl.Trainer, min_steps: int | None = None, max_steps: int = -1) -> None:
         super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
-        self.accumulation = Accumulation(trainer)
-        self.automatic_optimization = WeighedAutomaticOptimization(trainer, self.accumulation)
+        self.automatic_optimization: AccumulatingOptimization = AccumulatingOptimization(trainer)
         self.val_loop = LeanEvaluationLoop(
             trainer, TrainerFn.FITTING, RunningStage.VALIDATING, verbose=False, inference_mode=False
         )
@@ -131,13 +129,14 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             stop.ending.num_passed += 1
 
     def _make_plan(self, data_fetcher: _DataFetcher) -> None:
-        self.accumulation.verify()
+        if self.trainer.accumulate_grad_batches > 1:
+            self.automatic_optimization.verify()
         self._step = None
         ranks = ranks_of(self.trainer.strategy)
         self._stop = None if ranks is None else ranks.group.stopping
         if may_read_lean(self.trainer, data_fetcher):
             plan, loader = HookPlan(self.trainer, TRAIN_HOOKS), OneLoader.of(data_fetcher)
-            self._step = TrainStep(plan, loader or data_fetcher, self.automatic_optimization, self.accumulation)
+            self._step = TrainStep(plan, loader or data_fetcher, self.automatic_optimization)
 
     @override
     def teardown(self) -> None:
