@@ -42,7 +42,7 @@ from evener.strategies import (
 )
 from evener.trainer import Trainer, compose
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.job.signals import Interrupted, graceful_stop
+from evener.trainer.job.log_file import Interrupted, graceful_stop
 
 # ------------------------------------------------------------------------------------------------------ what is trained
 

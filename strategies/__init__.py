@@ -6,11 +6,10 @@ unify()  # before anything imports Lightning
 verify_version()  # before anything derives from its classes
 
 from .balanced_ddp import BalancedDDPStrategy
-from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .core.errors import ConfigError
 from .ddp import DDPStrategy
-from .ddp_model_parallel import DDPModelParallelStrategy
+from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy

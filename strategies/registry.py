@@ -8,13 +8,12 @@ import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
 
 from .balanced_ddp import BalancedDDPStrategy
-from .balanced_ddp_model_parallel import BalancedDDPModelParallelStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .batch.layout import Layout
 from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
 from .ddp import DDPStrategy
-from .ddp_model_parallel import DDPModelParallelStrategy
+from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
 from .distributed.scripts.launcher import StartMethod
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy

@@ -9,7 +9,7 @@ import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
-from .batch.whole.over_batch import end_of_step
+from .batch.whole.over_batch import ended
 from .core.errors import ConfigError
 from .core.options import checked
 from .core.types import Device
@@ -56,9 +56,9 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
         self.recompute.begin(trainer)
         super().setup(trainer)
         vars(self).pop("training_step", None)
-        end = end_of_step(self.lightning_module)
-        if end is not None:  # an attribute, so that loops see nothing to call where no module has it
-            vars(self)["training_step"] = partial(_ended_step, self.training_step, end)
+        module = trainer.lightning_module
+        if hasattr(module, "training_step_end"):  # an attribute, so that loops see nothing to call where none has it
+            vars(self)["training_step"] = partial(_ended_step, self.training_step, module)
 
     @override
     def teardown(self) -> None:
@@ -71,6 +71,6 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
         super().setup_environment()
 
 
-def _ended_step(step: Callable[..., Any], end: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _ended_step(step: Callable[..., Any], module: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
     """The training step, and the module's `training_step_end`, as under the strategies that cut a batch."""
-    return end(step(*args, **kwargs))
+    return ended(module, step(*args, **kwargs))

@@ -39,11 +39,10 @@ from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .checkpoint.clean_points import ExactCheckpoints
 from .config.nearest import did_you_mean
 from .loggers.journal import open_files, refresh_files
-from .logging.connector import LeanLoggerConnector
+from .logging.connector import LeanLoggerConnector, lean_logging
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explain
 from .loops.hook_plan import TimedBar, is_lean
-from .loops.log_method import lean_logging
 from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
 
 OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None

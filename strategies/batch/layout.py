@@ -43,7 +43,7 @@ class Layout(Protocol):
     devices: list[torch.device]
     losses: list[Tensor]
     whole = WholeSteps()
-    reader: LossReader = LossReader("")
+    reader: LossReader
 
     @property
     def meeting_device(self) -> torch.device:
@@ -108,16 +108,6 @@ class Layout(Protocol):
         """End the run: stop threads, remove hooks. The module keeps its state."""
 
 
-def evaluation_step(stage: str) -> Any:
-    """Make the method of a strategy that runs a step of evaluation: `val`, `test` or `predict`."""
-    step, context = f"{'validation' if stage == 'val' else stage}_step", f"{stage}_step_context"
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.contract.evaluate(step, getattr(self.precision_plugin, context), *args, **kwargs)
-
-    return run
-
-
 def drop_layout(strategy: Any, unless_on: Sequence[torch.device] = ()) -> None:
     """Have a strategy make its layout, a cached property, anew.
 
@@ -134,7 +124,7 @@ class SingleLayout(Layout):
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self.losses = []
+        self.losses, self.reader = [], LossReader("")
         self._module: pl.LightningModule | None = None
         self._end: Callable[[Any], Any] | None = None
 
@@ -168,6 +158,7 @@ class PartsLayout(Layout):
 
     def __post_init__(self) -> None:
         self.losses: list[Tensor] = []
+        self.reader = LossReader("")  # until the strategy gives its own
         self.structures = RunStructures()
         self._module: pl.LightningModule | None = None
         self._has_batchnorm = False

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.loop_contract import StepContract, run_backward
+from ..core.loop_contract import StepContract, evaluation_step, run_backward
 from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
@@ -22,7 +22,7 @@ from .batch_dims import BatchDims, verify_batch_dims
 from .evaluation_lists import EvaluationLists
 from .exact.loss_reader import LossReader
 from .exact.verifier import Views, find_evaluated, verified
-from .layout import Layout, drop_layout, evaluation_step
+from .layout import Layout, drop_layout
 from .losses import weighs_in_loop
 from .run_structures import RunStructures, dataloader_index
 from .whole.gathering import gathered

@@ -87,3 +87,13 @@ def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *
     loss = plugin.post_backward(loss, module)
     self.post_backward(loss)
     return loss
+
+
+def evaluation_step(stage: str) -> Any:
+    """Make the method of a strategy that runs a step of evaluation: `val`, `test` or `predict`."""
+    step, context = f"{'validation' if stage == 'val' else stage}_step", f"{stage}_step_context"
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.contract.evaluate(step, getattr(self.precision_plugin, context), *args, **kwargs)
+
+    return run

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
+from lightning_fabric.utilities.seed import pl_worker_init_function
 from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -26,8 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
-from ._sampler_order import Agree, seed_worker
-from .sampling import Cut, Deal, Divide, RankBatches
+from .sampling import Agree, Cut, Deal, Divide, RankBatches
 from .streams import Divided, Lockstep, Stream
 
 LoaderRole: TypeAlias = Literal["train", "evaluate", "predict"]
@@ -175,7 +175,7 @@ class RankLoaders:
     def _seeded(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         clone = copy.copy(loader)
         clone._iterator = None
-        clone.worker_init_fn = partial(seed_worker, rank=self.rank, then=loader.worker_init_fn)
+        clone.worker_init_fn = partial(_seed_worker, rank=self.rank, then=loader.worker_init_fn)
         clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
         return clone
@@ -243,3 +243,10 @@ def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) 
         if gathered := gather(list(zip(known, predictions, strict=True))):
             in_order = sorted((entry for part in gathered for entry in part), key=itemgetter(0))
             predictions[:] = [prediction for _, prediction in in_order]
+
+
+def _seed_worker(worker: int, rank: int, then: Callable[[int], None] | None) -> None:
+    """Seed python, numpy and torch of a worker by rank and worker, then call the loader's own `worker_init_fn`."""
+    pl_worker_init_function(worker, rank)
+    if then is not None:
+        then(worker)

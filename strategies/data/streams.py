@@ -15,8 +15,7 @@ from ..batch.tree import Path, walk
 from ..batch.whole.whole_steps import tell_whole
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
-from ._sampler_order import Agree, in_one_order
-from .sampling import Divide, Pass, Passes, Share
+from .sampling import Agree, Divide, Pass, Passes, Share, in_one_order
 from .torch_loader import Around
 
 

@@ -22,12 +22,12 @@ from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
-from ..batch.layout import Layout, SingleLayout, drop_layout, evaluation_step
+from ..batch.layout import Layout, SingleLayout, drop_layout
 from ..batch.run_structures import RunStructures
 from ..batch.whole.gathering import gathered, simulated_ranks
 from ..batch.whole.whole_steps import STEPS, GlobalView, WholeSteps, tell_whole
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.loop_contract import run_backward
+from ..core.loop_contract import evaluation_step, run_backward
 from ..core.module_checks import callbacks_of, hooked, is_plain, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters, unwrapped

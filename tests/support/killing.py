@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.find import find_newest
-from evener.trainer.job.signals import graceful_stop
+from evener.trainer.job.log_file import graceful_stop
 from evener.trainer.loggers.tensorboard import TensorBoardLogger
 
 NUM_SAMPLES = 22

@@ -7,10 +7,9 @@ May import: nothing else in the trainer.
 from pytorch_lightning.callbacks import LearningRateMonitor
 
 from .device_monitor import DeviceMonitor, SlowRank
-from .epochs import EpochLines, LogEveryEpoch
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
-from .start_up import StartUp
+from .start_up import EpochLines, LogEveryEpoch, StartUp
 from .step_times import RunSummary
 from .utilization import Utilization
 

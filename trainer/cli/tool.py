@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..config.group_files import PACKAGE, first_sentence
-from ..job import summary
+from ..job.result import new_table, print_table
 from ..launch.environment import LAUNCHER_VARIABLES
 from . import main as command
 from ._help import entry
@@ -140,11 +140,11 @@ def strategies() -> None:
     sources = [PACKAGE]
     if Path("conf/strategy").is_dir():
         sources.append(command.Source(str(Path("conf").absolute()), "project"))
-    table = summary.new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
+    table = new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
     for found in sources:
         for name in found.files("strategy"):
             table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
-    summary.show(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
+    print_table(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
 
 
 def env() -> None:

@@ -20,9 +20,8 @@ from ..config.checks import leave_out_defaults, strategy_name, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.plain_values import verify_own_data
 from ..job.earlier_run import module_of_run
-from ..job.result import DIVERGED, Result
+from ..job.result import DIVERGED, Result, show_summary
 from ..job.run import Run
-from ..job.summary import show_summary
 from ..launch import cluster
 from ..launch.environment import detect_launcher
 from ..launch.launcher import launch

@@ -1,5 +1,5 @@
 """Run a job in one process: build the objects, train, and write the result.
 
-Exports: run, result, earlier_run, log_file, signals, tuning, summary.
+Exports: run, result, earlier_run, log_file, tuning.
 May import: callbacks, checkpoint, loggers, config.
 """

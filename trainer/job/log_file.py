@@ -1,11 +1,13 @@
-"""Write one log file per run, `train.log`, with each line once whatever the number of processes, and why a run failed.
+"""Write one log file per run, `train.log`, with each line once whatever the number of processes, and what ends it.
 
-A failure is told in the log, in `result.json`, and shortly on the console.
+A failure is told in the log, in `result.json`, and shortly on the console. SIGTERM, SIGINT, SIGHUP and SIGUSR1 end a
+run between two steps, after writing a checkpoint.
 """
 
 import errno
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -13,11 +15,13 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import pytorch_lightning as pl
 from omegaconf import DictConfig
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from ...strategies import ConfigError
@@ -25,9 +29,11 @@ from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ...strategies.distributed import survivors
 from ...strategies.distributed.options import UNUSED
+from ...strategies.distributed.process_exit import Answer, handled
+from ...strategies.registry import stop_signal_of
+from ..checkpoint.find import find_newest
 from ..config.checks import strategy_name
 from .result import FAILED, Result, environment
-from .signals import Interrupted
 
 LOG_FILE = "train.log"
 FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
@@ -203,3 +209,71 @@ def report(failed: Result, was_killed: bool = False) -> bool:
         with suppress(OSError), (Path(failed.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
             file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
     return is_first
+
+
+class Interrupted(SystemExit):
+    """Exit because of a signal, with the status that shells expect: 128 + its number.
+
+    Args:
+        begun: whether training had begun, so that there is something to save.
+
+    Attributes:
+        told: whether it was said that nothing was trained.
+    """
+
+    told = False
+
+    def __init__(self, signum: int, begun: bool = True) -> None:
+        super().__init__(128 + signum)
+        self.signum = signum
+        self.begun = begun
+
+
+@contextmanager
+def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
+    """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
+
+    Whoever started several processes ends them at once where that is asked for; a single one does it here.
+
+    Args:
+        trainer: what trains; without one the process has nothing to save, and the first signal ends it at once.
+
+    Raises:
+        Interrupted: the run was stopped by a signal, to this process or to another rank.
+    """
+
+    def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
+        if answer == "first":
+            if frame is None or trainer is None or not saves(trainer):  # nothing is lost by ending at once
+                raise Interrupted(signum, begun=trainer is not None and trainer.global_step > 0)
+            trainer._signal_connector._sigterm_notifier_fn(signum, frame)
+        elif answer == "at once" and trainer is not None and trainer.world_size == 1:
+            raise Interrupted(signum)
+
+    with handled(stop) as requests:
+        try:
+            yield
+        except SIGTERMException as exc:
+            told = None if trainer is None else stop_signal_of(trainer.strategy)
+            raise Interrupted(requests.signum or told or signal.SIGTERM) from exc
+
+
+def saves(trainer: pl.Trainer) -> bool:
+    """Whether the loop that would save and stop has begun."""
+    by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
+    return trainer.state.fn == "fit" and bool(getattr(trainer.fit_loop, "takes_steps", by_step))
+
+
+def tell_stop(exc: BaseException) -> None:
+    """Say of a run that a signal has ended before it had something to save that this is so."""
+    if isinstance(exc, Interrupted) and not exc.begun:
+        rank_zero_info(f"Stopped by {signal.Signals(exc.signum).name} before the first step.")
+        exc.told = True
+
+
+def loss(run_dir: str) -> str:
+    """Say what is lost of a run that was killed."""
+    newest = find_newest(run_dir)
+    if newest is None:
+        return "nothing of this run was saved"
+    return f"what was trained after its newest checkpoint, {newest}, is lost"

@@ -29,12 +29,10 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
-from ..loggers.hparams import hyperparameters, in_order, overridden
-from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger
+from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger, hyperparameters, in_order, overridden
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
-from .log_file import described, failure, is_stop, report, run_log
+from .log_file import described, failure, graceful_stop, is_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
-from .signals import graceful_stop, tell_stop
 from .tuning import with_batch_size, with_learning_rate
 
 

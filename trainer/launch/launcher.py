@@ -24,10 +24,9 @@ from ...strategies.distributed.processes import AdoptedProcess, Process, RankPro
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
-from ..job.log_file import failure, report, run_log
+from ..job.log_file import Interrupted, failure, loss, report, run_log, tell_stop
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
-from ..job.signals import Interrupted, loss, tell_stop
 from . import cluster, worker
 from .environment import detect_launcher, environment, locked
 from .worker import ENDED_FILE, starting

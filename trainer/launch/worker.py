@@ -28,9 +28,9 @@ from ...strategies.distributed.process_exit import (
 )
 from ...strategies.distributed.store import leave_store
 from ...strategies.distributed.survivors import Board, Survivor
+from ..job.log_file import Interrupted, graceful_stop
 from ..job.result import Result, WorkerError
 from ..job.run import Run
-from ..job.signals import Interrupted, graceful_stop
 
 ENDED_FILE = "ended{}"
 """The file of an attempt that is there once a rank has ended in order, and has told why."""

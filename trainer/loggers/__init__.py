@@ -1,6 +1,6 @@
 """Provide the loggers that write a run's files, and the contents of TensorBoard's tabs.
 
-Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; journal, hparams, tensorboard.
+Exports: CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger; journal, tensorboard.
 May import: nothing else in the trainer.
 """
 

@@ -1,5 +1,5 @@
 """Run Lightning's loops without the calls that have no effect.
 
-Exports: hook_plan, loops, evaluation_loops, log_method, explained_errors, accumulation.
+Exports: hook_plan, loops, evaluation_loops, explained_errors, accumulation.
 May import: checkpoint, logging.
 """

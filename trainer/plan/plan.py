@@ -29,8 +29,7 @@ from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import recompute_of
 from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
-from ..job.result import write_json
-from ..job.summary import new_table, show
+from ..job.result import new_table, print_table, write_json
 from ._simulation import Finished, Questions, SimulatedStrategy
 from ._topology import (
     Shards,
@@ -255,7 +254,7 @@ def show_plan(plan: MemoryPlan) -> None:
         first, *others = (device.device for device in alike)
         name = f"{first} to {others[-1]}" if others else str(first)
         table.add_row(name, str(amounts[0]), *map(size_text, amounts[1:]))
-    show(table, conclusions(plan))
+    print_table(table, conclusions(plan))
 
 
 def conclusions(plan: MemoryPlan) -> list[str]:

@@ -14,9 +14,8 @@ from ...strategies import STRATEGIES, ConfigError
 from ..config.checks import QUIET, plain
 from ..config.group_files import PACKAGE
 from ..config.nearest import did_you_mean
-from ..job import summary
 from ..job.log_file import run_log
-from ..job.result import short_path, write_json
+from ..job.result import new_table, print_table, short_path, write_json
 from .trial import OK, WINDOW, Probe, Trial, run_trial
 
 REFERENCE = "single_device"
@@ -120,13 +119,13 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
         first = trained[0]
         title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
         headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
-        table = summary.new_table(title, headings, text=("strategy", "losses"))
+        table = new_table(title, headings, text=("strategy", "losses"))
         for trial in trained:
             ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
             name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
             speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
             table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
-    summary.show(table, [*notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"])
+    print_table(table, [*notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"])
 
 
 def memory(trial: Trial) -> str:

@@ -11,8 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from ..job import summary
-from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result, short_path
+from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result, new_table, print_table, short_path
 
 FILE = "sweep.csv"
 COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value", "epoch")
@@ -83,7 +82,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
         return
     write(file, variants)
     best = best_of(variants, maximizes)
-    table = summary.new_table(f"{len(variants)} {kind}s", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
+    table = new_table(f"{len(variants)} {kind}s", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
     for variant in variants:
         table.add_row(*variant.cells(), style="bold green" if variant is best else None)
     lines: list[str] = []
@@ -91,7 +90,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
         lines.append(" ".join([f"best: {kind} {best.number}, {best.strategy}", *best.overrides]))
         if best.result is not None and best.result.best_checkpoint:
             lines.append(f"best checkpoint: {short_path(best.result.best_checkpoint)}")
-    summary.show(table, [*lines, f"table: {short_path(str(file))}"])
+    print_table(table, [*lines, f"table: {short_path(str(file))}"])
 
 
 class SweepTable(Callback):

@@ -28,8 +28,7 @@ from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
-from evener.trainer.job.result import short_path
-from evener.trainer.job.summary import memory_text, shares_text, show_summary
+from evener.trainer.job.result import memory_text, shares_text, short_path, show_summary
 from evener.trainer.loggers.tensorboard import layout
 
 

@@ -14,7 +14,7 @@ from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.train import run_job
-from evener.trainer.job.summary import summary_rows
+from evener.trainer.job.result import summary_rows
 from evener.trainer.study.sweep import Variant, best_of
 
 

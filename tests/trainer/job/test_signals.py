@@ -26,7 +26,7 @@ from evener.strategies.distributed.process_exit import ASK_TO_STOP
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._loader_state import make_resumable
-from evener.trainer.job.signals import Interrupted, graceful_stop
+from evener.trainer.job.log_file import Interrupted, graceful_stop
 
 
 class Signalled(Tiny):

@@ -12,8 +12,7 @@ from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, main, train
-from evener.trainer.loggers.hparams import in_order, without_repetition
-from evener.trainer.loggers.tensorboard import OUR_OWN
+from evener.trainer.loggers.tensorboard import OUR_OWN, in_order, without_repetition
 from evener.trainer.profiler import Box, draw_stages, read_rows
 from evener.trainer.study.sweep import SweepTable, read_jobs
 
