@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import TypedDict, Unpack, override
 
 from ..strategies import STRATEGIES
-from ..strategies.core.device_names import for_lightning, give_devices
+from ..strategies.core.devices import for_lightning, give_devices
 from ..strategies.core.errors import ConfigError
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value

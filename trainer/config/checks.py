@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import TypeIs
 
 from ...strategies import ConfigError
-from ...strategies.core.device_names import resolve_devices
+from ...strategies.core.devices import resolve_devices
 from ...strategies.core.lightning_names import verify_family
 from ...strategies.core.options import hints_of, verify_value
 from ...strategies.registry import num_processes

@@ -11,8 +11,7 @@ from torch import nn
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
-from ...strategies.core.device_names import ALLOWED, accelerator_type, num_available, resolve_devices
-from ...strategies.core.devices import has_streams
+from ...strategies.core.devices import ALLOWED, accelerator_type, has_streams, num_available, resolve_devices
 from ...strategies.distributed.environment import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy

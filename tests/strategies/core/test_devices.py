@@ -7,8 +7,13 @@ import torch
 
 from evener.strategies import DDPStrategy
 from evener.strategies.core import devices
-from evener.strategies.core.device_names import for_lightning, resolve_devices
-from evener.strategies.core.devices import broadcast_coalesced, is_out_of_memory, to_device
+from evener.strategies.core.devices import (
+    broadcast_coalesced,
+    for_lightning,
+    is_out_of_memory,
+    resolve_devices,
+    to_device,
+)
 from evener.strategies.distributed.group import bound_device
 
 

@@ -9,8 +9,15 @@ import pytest
 import torch
 from late_device import needs_late_device
 
-from evener.strategies.core.device_names import ConfigError, accelerator_type, resolve_devices
-from evener.strategies.core.devices import device_name, memory_bytes, peak_memory_bytes, to_device
+from evener.strategies.core.devices import (
+    ConfigError,
+    accelerator_type,
+    device_name,
+    memory_bytes,
+    peak_memory_bytes,
+    resolve_devices,
+    to_device,
+)
 from evener.trainer import compose, train
 
 pytestmark = needs_late_device

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError, DDPStrategy
-from evener.strategies.core.device_names import resolve_devices
+from evener.strategies.core.devices import resolve_devices
 from evener.strategies.core.options import Count, Positive, allows
 from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
