@@ -1,5 +1,6 @@
 """What overlaps on late devices, computed on their clock: stages, and copies of the next batch under this one."""
 
+from functools import partial
 from typing import Any
 
 import late_device
@@ -21,46 +22,53 @@ LONG = Delays(0.0, 0.0, by_name=[("aten::addmm.out", 1.0), ("aten::mm.out", 1.0)
 EVEN = Delays(3e-3, 3e-3)
 """Every operation and every copy takes 3 ms."""
 
-NUM_STEPS = 3
-
 
 class Equal(pl.LightningModule):
-    """Stages of equal layers; reads the clock where steps begin."""
+    """Stages of equal layers; reads the clock where steps begin, and keeps what the last one has queued."""
 
-    def __init__(self, num_stages: int, depth: int = 8) -> None:
+    def __init__(self, num_stages: int) -> None:
         super().__init__()
-        self.stages = nn.Sequential(*(self._stage(depth) for _ in range(num_stages)))
+        layers = [[layer for _ in range(8) for layer in (nn.Linear(4, 4), nn.Tanh())] for _ in range(num_stages)]
+        self.stages = nn.Sequential(*(nn.Sequential(*stage) for stage in layers))
         self.clock: list[tuple[float, float]] = []
-
-    @staticmethod
-    def _stage(depth: int) -> nn.Sequential:
-        return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(4, 4), nn.Tanh())))
+        self.spans: Any = ()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.stages(batch[0]).square().mean()
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.clock.append((late_device.clock(), sum(map(late_device.busy_s, range(4)))))
+        late_device.extension().set_tracing(True)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.spans = late_device.extension().spans()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _of_ideal(num_stages: int, num_microbatches: int, schedule: Any, delays: Delays) -> float:
-    """The speed-up over one device by that of a schedule without any loss, in the last step."""
+def _fitted(strategy: Any, num_devices: int, num_stages: int, size: int, delays: Delays) -> Equal:
+    """Three steps."""
     late_device.set_delays(delays)
-    devices = [f"late:{stage}" for stage in range(num_stages)]
-    cut = [f"stages.{stage}" for stage in range(1, num_stages)]
-    strategy = ModelParallelStrategy(devices, num_microbatches=num_microbatches, schedule=schedule, partition=cut)
-    module, data = Equal(num_stages), torch.randn(NUM_STEPS * 32, 4)
-    quiet_trainer(strategy, 1, accelerator="late", max_epochs=1).fit(module, DataLoader(TensorDataset(data), 32))
+    module, data = Equal(num_stages), TensorDataset(torch.randn(96, 4))
+    quiet_trainer(strategy, num_devices, accelerator="late", max_epochs=1).fit(module, DataLoader(data, size))
+    return module
+
+
+def _of_ideal(module: Equal, num_microbatches: int) -> float:
+    """The speed-up over one device by that of a schedule without any loss, in the last step."""
     (since, busy), (until, then) = module.clock[-2:]
-    m, k = num_microbatches, num_stages
+    m, k = num_microbatches, len(module.stages)
     return (then - busy) / (until - since) / (m * k / (m + k - 1))
 
 
 def _all_of_ideal(cells: list[tuple[Any, ...]]) -> list[float]:
-    return [_of_ideal(*cell) for cell in cells]
+    found = []
+    for num_stages, num, schedule, delays in cells:
+        devices, cut = zip(*((f"late:{stage}", f"stages.{stage}") for stage in range(num_stages)), strict=True)
+        strategy = ModelParallelStrategy(devices, num_microbatches=num, schedule=schedule, partition=cut[1:])
+        found.append(_of_ideal(_fitted(strategy, 1, num_stages, 32, delays), num))
+    return found
 
 
 FEW = [(2, 4, "1f1b", LONG), (4, 8, "1f1b", LONG), (2, 4, "gpipe", EVEN)]
@@ -77,12 +85,8 @@ def test_stages_overlap_as_their_schedule_says(cells: list[Any]) -> None:
 
 
 def _of_ideal_under_ranks() -> float:
-    late_device.set_delays(LONG)
     strategy = DDPModelParallelStrategy(num_microbatches=4, partition=["stages.1"], timeout_s=60)
-    module, data = Equal(2), torch.randn(NUM_STEPS * 64, 4)
-    quiet_trainer(strategy, 4, accelerator="late", max_epochs=1).fit(module, DataLoader(TensorDataset(data), 32))
-    (since, busy), (until, then) = module.clock[-2:]
-    return (then - busy) / (until - since) / 1.6
+    return _of_ideal(_fitted(strategy, 4, 2, 16, LONG), 4)
 
 
 def test_stages_of_ranks_overlap_as_their_schedule_says() -> None:
@@ -90,27 +94,29 @@ def test_stages_of_ranks_overlap_as_their_schedule_says() -> None:
     assert min(late_device.run_ranks(_of_ideal_under_ranks, 2)) >= 0.95
 
 
-class Traced(Equal):
-    """Keeps what the last step has queued."""
-
-    spans: Any = ()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        late_device.extension().set_tracing(True)
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.spans = late_device.extension().spans()
+STAGES = partial(DDPModelParallelStrategy, num_microbatches=3)
+REDUCING: dict[str, tuple[Any, int]] = {
+    "ddp": (DDPStrategy, 2),
+    "1f1b": (STAGES, 4),
+    "gpipe": (partial(STAGES, schedule="gpipe"), 4),
+    "find_unused_parameters": (partial(STAGES, find_unused_parameters=True), 4),
+}
 
 
-def _reduced() -> tuple[float, float]:
-    late_device.set_delays(Delays(1e-3, 5e-3))
-    strategy = DDPStrategy(timeout_s=60, bucket_cap_mb=1e-4)
-    module, data = Traced(2), torch.randn(NUM_STEPS * 32, 4)
-    quiet_trainer(strategy, 2, accelerator="late", max_epochs=1).fit(module, DataLoader(TensorDataset(data), 16))
-    products = [end for *_, name, _, end in module.spans if name == "aten::mm.out"]
-    return max(products), min(begin for *_, name, begin, _ in module.spans if name == "collective")
+def _reduced(names: list[str]) -> list[tuple[float, float, int]]:
+    """The ends of the last product, and the begin of the first sum over ranks, and how many there are of these."""
+    found = []
+    for strategy, num_devices in (REDUCING[name] for name in names):
+        made = strategy(timeout_s=60, bucket_cap_mb=1e-6)  # of one parameter each
+        spans = _fitted(made, num_devices, 2, 16, Delays(1e-3, 5e-3)).spans
+        products = [end for *_, name, _, end in spans if name == "aten::mm.out"]
+        sums = [begin for *_, name, begin, _ in spans if name == "collective"]
+        found.append((max(products), min(sums), len(sums)))
+    return found
 
 
-def test_ranks_reduce_gradients_while_others_are_computed() -> None:
-    for last_product, first_sum in late_device.run_ranks(_reduced, 2):
-        assert first_sum < last_product
+def test_ranks_reduce_gradients_while_others_are_computed_each_once() -> None:
+    for rank in late_device.run_ranks(_reduced, 2, list(REDUCING)):
+        for name, (last_product, first_sum, num_sums) in zip(REDUCING, rank, strict=True):
+            assert first_sum < last_product, name
+            assert num_sums == 32 + (name == "find_unused_parameters"), name  # and which ones were used
