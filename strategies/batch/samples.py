@@ -33,6 +33,7 @@ class FewSamples:
         loader: index of the one whose samples are taken, of loaders that are read one after the other.
         most: samples to read.
         repeats: read as many of a smaller dataset, too, some of them again.
+        share: gives all ranks the first one's batches of streams, if all compute them.
 
     Attributes:
         num: samples of each loader that were read.
@@ -42,11 +43,15 @@ class FewSamples:
         TypeError: samples can't be chosen; says why.
     """
 
-    def __init__(self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False) -> None:
+    def __init__(
+        self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False,
+        share: Callable[[Any], Any] = lambda found: found,
+    ) -> None:  # fmt: skip
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
         loaders, self.unclear = chosen_loaders(self._combined, loader), None
-        pairs = [(one, None if repeats else getattr(one, "first_batch", None)) for one in loaders]
+        firsts = share([None if repeats else getattr(one, "first_batch", None) for one in loaders])
+        pairs = list(zip(loaders, firsts, strict=True))
         for one, first in pairs:
             if first is not None:
                 self.unclear = self.unclear or one.structure.unclear

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.plans import Plan
-from ..batch.exact.verifier import Views, find_evaluated, verified
+from ..batch.exact.verifier import MOST_SAMPLES, Views, find_evaluated, verified
 from ..batch.layout import SingleLayout
 from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.run_structures import num_evaluated
-from ..batch.samples import chosen_loaders
+from ..batch.samples import FewSamples, chosen_loaders
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..batch.whole.whole_steps import WholeSteps
@@ -68,6 +68,7 @@ class RankStep(StepContract):
     def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
         self._strategy = strategy
         self._verifies, self._is_verified, self._was_early = verify, True, False
+        self._samples: FewSamples | None = None
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
@@ -215,6 +216,7 @@ class RankStep(StepContract):
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
         if not self._is_verified and strategy.sync.evaluates_together:
             strategy.sync.evaluate(partial(self._verify, (), together=True))
+            self._samples = None
         elif not self._is_verified:
             self._verify(args)
         is_manual = not module.automatic_optimization
@@ -255,11 +257,16 @@ class RankStep(StepContract):
             if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
                 set_random_state(before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
-            if not (self._is_verified or again):  # streams are looked at in the first step, which here is too late
-                for loader in loop._combined_loader.flattened if loop._combined_loader is not None else ():
+            strategy, combined = self._strategy, loop._combined_loader
+            if not self._is_verified and strategy.sync.evaluates_together and combined is not None:
+                for loader in combined.flattened:  # in the first step it is too late
                     getattr(loader, "look_ahead", int)()
+                with suppress(Exception):  # samples can't be chosen
+                    self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
             if not self._is_verified:  # of a stream that was read
                 self._verify((), again)
+            if self._is_verified:
+                self._samples = None
 
     def _verify(
         self, args: Sequence[Any], again: bool = False, views: Views | None = None, together: bool = False
@@ -272,8 +279,9 @@ class RankStep(StepContract):
         views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         is_first = strategy.global_rank == 0
         found = verified(
-            strategy, views, self._verifies, args, broadcast_object, is_first, again=again, together=together
-        )
+            strategy, views, self._verifies, args, broadcast_object, is_first, again=again, together=together,
+            samples=self._samples,
+        )  # fmt: skip
         self.uneven, self.outside = found.uneven, found.outside
         if found.failed and again:
             self._is_verified = False

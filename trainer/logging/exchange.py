@@ -29,7 +29,8 @@ from ...strategies.sharding.whole import map_tensors
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, Sums, combine
 
-Step = tuple[int, int, dict[str, Sums]]
+Sent = tuple[Sums, torch.dtype]
+Step = tuple[int, int, dict[str, Sent]]
 """Index of the global batch in the epoch, step for the loggers, and the sums of this rank's values by name.
 
 A metric's have the kind `metric`, and its name in the module with its states for this rank's samples as the value.
@@ -295,20 +296,21 @@ def _share_step_values(steps: MetricSteps | None, logged: Sequence[Logged]) -> N
         series.last = steps.value(series.value, [states[i] for states in gathered])
 
 
-def _sent(value: Sums | Logged, results: LeanResults) -> Sums:
-    """The sums of one value, as numbers."""
+def _sent(value: Sums | Logged, results: LeanResults) -> Sent:
+    """The sums of one value, as numbers, and its type."""
     if isinstance(value, Sums):
-        return value if value.kind == "metric" else Sums(value.kind, float(value.value))
+        own = value if value.kind == "metric" else Sums(value.kind, float(value.value))
+        return own, value.value.dtype if isinstance(value.value, Tensor) else torch.float64
     assert value.copy is not None
     weight = float(results.weight(value)) if value.series.kind == "mean" else 1
-    return Sums(value.series.kind, float(value.copy) * weight, weight)
+    return Sums(value.series.kind, float(value.copy) * weight, weight), value.copy.dtype
 
 
-def _shown(values: list[Sums], results: LeanResults) -> Tensor:
+def _shown(sent: list[Sent], results: LeanResults) -> Tensor:
     """Combine the values that the ranks logged under a name."""
-    steps = results.metric_steps
+    steps, values = results.metric_steps, [value for value, _ in sent]
     if values[0].kind != "metric" or steps is None:
-        return torch.tensor(combine(values).result(), dtype=torch.float64)
+        return torch.tensor(combine(values).result(), dtype=sent[0][1])
     metric = results.trainer.lightning_module.get_submodule(values[0].value[0])
     assert isinstance(metric, Metric)
     return torch.as_tensor(steps.value(metric, [value.value[1] for value in values])).cpu()

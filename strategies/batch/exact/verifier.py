@@ -46,7 +46,7 @@ from .plans import OF_SAMPLES, Part, Plan, proposals
 from .trial import Cannot, MakesBatch, Ran, Trial
 from .values import RETURNED, Comparison, Program
 
-_SAMPLES = 8
+MOST_SAMPLES = 8
 _MOST_ELEMENTS = 2**16
 """Of the parameters whose gradients are compared."""
 _EXACT, _CLOSE = 1e-8, 1e-3
@@ -104,12 +104,13 @@ class Verifier:
         step: name of the module's method; of a step of evaluation what it logs and returns is compared.
         loader: index of the one whose samples are taken.
         together: whether all ranks verify, whose steps are exchanges.
+        samples: to compute; None for those that the loop's loaders have.
         accumulates: whether the parts are batches of one optimizer step, none of which waits for the others' numbers.
     """
 
     def __init__(
         self, strategy: Any, structure: BatchStructure, step: str = "training_step", loader: int = 0,
-        together: bool = False, accumulates: bool = False,
+        together: bool = False, accumulates: bool = False, samples: FewSamples | None = None,
     ) -> None:  # fmt: skip
         self._module: pl.LightningModule = strategy.lightning_module
         (self._name, self._structure, self._loader, self._accumulates) = (
@@ -132,7 +133,8 @@ class Verifier:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._most, self._lists = _SAMPLES, EvaluationLists() if self._trains else strategy.structures.lists
+        self._samples = samples
+        self._most, self._lists = MOST_SAMPLES, EvaluationLists() if self._trains else strategy.structures.lists
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
@@ -167,7 +169,7 @@ class Verifier:
                 line = f"{self._name}: {compared} could not be compared with one device's: {why}."
                 verdict.told.append((line, False))
         if fewer:  # now that the error holds no graphs
-            self._most //= 2
+            self._most, self._samples = self._most // 2, None
             return self.verify(batch, views, rest)
         verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
         return verdict
@@ -176,7 +178,7 @@ class Verifier:
         """Yield each view: whether it is that of ranks, the samples, and what makes a batch of those from i to j."""
         device, split = self._trial.device, self._structure.split
         try:
-            samples = FewSamples(self._module, self._loop, self._loader, self._most)
+            samples = self._samples or FewSamples(self._module, self._loop, self._loader, self._most)
         except TypeError as exc:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
@@ -192,7 +194,8 @@ class Verifier:
             return
         total = samples.num
         if views.ranks and samples.unclear is not None:
-            raise samples.unclear
+            is_late = self._trains and self._trial.together  # for whole batches
+            raise Cannot("it isn't known what a part of its batches is") if is_late else samples.unclear
         if views.ranks:
             yield True, total, lambda i, j: samples.batch(i, j, device)
         if views.chunks:
@@ -552,7 +555,7 @@ def _differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[fl
 def verified(
     strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
-    again: bool = False, together: bool = False,
+    again: bool = False, together: bool = False, samples: FewSamples | None = None,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
 
@@ -565,6 +568,7 @@ def verified(
         structure: cuts batches, of accumulated ones; None for the strategy's.
         again: whether a module that can't be compared yet will be tried again.
         together: whether all ranks compute each step, and each of them finds the same.
+        samples: see `Verifier`.
 
     Raises:
         PartsDiffer: the module trains otherwise; the message says what differs.
@@ -573,7 +577,7 @@ def verified(
     if is_first or together:
         try:
             own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
-            verifier = Verifier(strategy, own, together=together, accumulates=structure is not None)
+            verifier = Verifier(strategy, own, together=together, accumulates=structure is not None, samples=samples)
         except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
             return _told(share(Verdict([], str(exc))), is_first)
         verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})

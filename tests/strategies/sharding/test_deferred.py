@@ -1,5 +1,7 @@
 """A module that is built without its large tensors gets the values that it would have had."""
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from distributed import run_ranks
 from regression import Numbered, quiet_trainer, refusal, weights
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 from evener.strategies.sharding.deferred import DeferredTensors
@@ -25,6 +27,11 @@ def test_a_module_that_is_built_without_its_large_tensors_has_their_numbers_but_
             weight.nonzero()
     with pytest.raises(ConfigError, match=r"a parameter is on the meta device, so that it has no values"):
         DeferredTensors().value(torch.empty(5, device="meta"))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Numbered(14)[i] for i in range(14))
 
 
 class Built(pl.LightningModule):
@@ -54,11 +61,11 @@ class Built(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-5)
 
 
-def _built(num_ranks: int, is_validated: bool) -> tuple[Tensor, str]:
+def _built(num_ranks: int, is_validated: bool, is_streamed: bool) -> tuple[Tensor, str]:
     strategies = [
         SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy("auto", batch_size_is="global") for _ in "12"
     ]
-    module, loader = Built(), DataLoader(Numbered(14), 7)
+    module, loader = Built(), DataLoader(Stream() if is_streamed else Numbered(14), 7)
     trainer = quiet_trainer(strategies[0], num_ranks, precision="64-true")
     if is_validated:  # which cuts it
         trainer.validate(module, loader, verbose=False)
@@ -67,10 +74,12 @@ def _built(num_ranks: int, is_validated: bool) -> tuple[Tensor, str]:
     return weights(module), "" if num_ranks == 1 else refusal(trainer, Built(compares_samples=True), loader)
 
 
-@pytest.mark.parametrize("is_validated", [False, True])
-def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step(is_validated: bool) -> None:
+@pytest.mark.parametrize(("is_validated", "is_streamed"), [(False, False), (True, False), (False, True)])
+def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step(
+    is_validated: bool, is_streamed: bool
+) -> None:
     """It counted by samples, and layers that took no part were refused; weights were drawn in another type."""
-    single, _ = _built(1, is_validated)
-    for trained, told in run_ranks(_built, 2, 2, is_validated):
+    single, _ = _built(1, is_validated, is_streamed)
+    for trained, told in run_ranks(_built, 2, 2, is_validated, is_streamed):
         torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
-        assert told.startswith("fsdp: computed in ranks of 4, 3 and 1 samples, the loss differs from one device's by ")
+        assert re.match(r"fsdp: computed in ranks of 4, \d and 1 samples, the loss differs from one device's by", told)
