@@ -95,7 +95,7 @@ class LogRecorder:
         self._step = step, loader
         self._calls = [[] for _ in self.modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self.modules[0]))
-        with self._metrics.recording(sizes), received(logs):
+        with self._metrics.recording(sizes, values.rows.get(self._step, ())), received(logs):
             yield
 
     @property

@@ -179,7 +179,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
                 self.reader.take(exc.plans[0], self.lightning_module)
             return
         self.reader.take(found.plans[0], self.lightning_module)
-        self.reader.values.learn("training_step", 0, found.programs, found.readings)
+        self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""

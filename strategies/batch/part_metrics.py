@@ -5,7 +5,7 @@ part 2   accuracy(out[5:], y[5:])  → a stand-in ┴→ accuracy(out, y), once 
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,11 +70,14 @@ class PartMetrics:
         self.found = _metrics(module)
         """Identifies the metrics and collections of the module."""
         self._aggregators = {id(metric): _aggregators(metric) for metric in self.found}
+        self._numbers = {id(metric): number for number, metric in enumerate(self.found)}
         self._calls: list[list[_Call]] = []
         """Of each part of the step that runs; empty if none does."""
         self._made: list[list[_Call]] = []
         self._sizes: Sizes = ()
         self._arguments = _Arguments()
+        self.rows = set[Path]()
+        """The arguments that are rows of samples, by call and name; a part of one sample may squeeze them."""
         self._is_first, self._is_alone = True, False
         self._replaced = [
             Replacement(metric, method, partial(self._called, metric, method))
@@ -93,12 +96,14 @@ class PartMetrics:
             self._replaced.pop().remove()
 
     @contextmanager
-    def recording(self, sizes: Sizes, notes: bool = False) -> Generator[None]:
+    def recording(self, sizes: Sizes, rows: Collection[Path] = (), notes: bool = False) -> Generator[None]:
         """Record calls inside the block, where parts of so many samples run.
 
         Args:
+            rows: what is known of arguments.
             notes: also what a single part calls metrics with, which calls them itself.
         """
+        self.rows.update(rows)
         self._sizes, self._made = sizes, []
         self._is_alone = sum(size > 0 for size in sizes) == 1
         with replaced(self, "_calls", [] if self._is_alone and not notes else [[] for _ in sizes]):
@@ -141,7 +146,7 @@ class PartMetrics:
         calls, self._made = self._made, []
         if not any(calls):
             return {}
-        groups = grouped(calls, lambda call: (id(call.metric), call.method))
+        groups = grouped(calls, lambda call: (self._numbers[id(call.metric)], call.method))
         if self._is_alone:
             return {key: call.given for key, (call,) in groups.items()}
         joined = {key: self._joined(key, same, loss) for key, same in groups.items()}
@@ -203,7 +208,9 @@ class PartMetrics:
             isinstance(value, Tensor) and (value.dim() or n == 1) for value, n in zip(values, sizes, strict=True)
         ):
             return values
-        is_rows = self._arguments.follow[path] = self._arguments.follow.get(path) or any(v.dim() for v in values)
+        if any(v.dim() for v in values):
+            self.rows.add(path)
+        is_rows = self._arguments.follow[path] = path in self.rows
         return [value.reshape(1) if not value.dim() else value for value in values] if is_rows else values
 
     def _give(self, calls: Sequence[_Call], given: dict[int | str, Any]) -> None:

@@ -286,7 +286,7 @@ class RankStep(StepContract):
         if found.failed and again:
             self._is_verified = False
             return
-        self.reader.values.learn("training_step", 0, found.programs, found.readings)
+        self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
         if self._module.automatic_optimization:
             self.reader.take(found.plans[0], self._module)
         elif self._verifies and not all(plan.is_of_samples for plan in found.plans):

@@ -56,7 +56,7 @@ class Ran(Seen):
         unused: whether a parameter that is trained took no part in a loss.
         weight: the `loss_weight` that it returned.
         written: what it has changed in the module, by name.
-        given: of the first part, what metrics were given of all.
+        given: of the first part, what metrics were given of all, and which arguments are `rows` of samples.
         output: what it returned.
         appended: what it has appended to lists of the module.
         calls: names of the submodules that it has called, in order; these are `open` in whose forward it is.
@@ -68,6 +68,7 @@ class Ran(Seen):
     weight: Any = None
     written: dict[str, Written] = field(default_factory=dict[str, Written])
     given: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    rows: set[Any] = field(default_factory=set[Any])
     output: Any = None
     appended: Appended = field(default_factory=Appended)
     calls: list[str] = field(default_factory=list[str])
@@ -191,7 +192,7 @@ class Trial:
                 left = state.taken()
                 for one in found:
                     one.written.update(left)
-            found[0].given = metrics.replay(partial(_mean_loss, found))
+            found[0].given, found[0].rows = metrics.replay(partial(_mean_loss, found)), metrics.rows
         return found
 
 

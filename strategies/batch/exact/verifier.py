@@ -67,6 +67,7 @@ class Verdict:
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
+        rows: the arguments of metrics that are rows, see `Values`.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
         outside: those of which a step uses parameters outside of their forward.
     """
@@ -78,6 +79,7 @@ class Verdict:
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
     unlike: str = ""
     readings: dict[str, str] = field(default_factory=dict[str, str])
+    rows: set[Any] = field(default_factory=set[Any])
     failed: bool = False
     in_chunks: bool = False
     uneven: set[str] = field(default_factory=set[str])
@@ -234,6 +236,7 @@ class Verifier:
                 verdict.uneven |= _uneven([whole, *parts, *alone])
             verdict.outside.update(*(ran.outside for ran in (whole, *parts)))
         seen = Comparison(whole, parts)
+        verdict.rows |= parts[0].rows
         if not self._trains:
             self._verify_given(whole, parts[0].given, piece)
             self._compare_written([whole, *parts], piece, verdict)
@@ -643,4 +646,4 @@ def find_evaluated(
     if found.unlike and allowed:
         found.refusal, found.unlike = found.refusal or found.unlike, ""
     _told(found, is_first)
-    values.learn(step, loader, found.programs, found.readings)
+    values.learn(step, loader, found.programs, found.readings, found.rows)

@@ -77,7 +77,7 @@ class Aggregates(Net):
         of["unchecked"].update(error)
         of["weighted"].update(error, weight=len(x))
         of["samples"].update(each)
-        of["squeezed"].update(each if self.in_parts else each.squeeze())
+        of["squeezed"].update(each.squeeze())
         of["count"].update((each > 0.5).sum())
         of["host"].update(error.item())
         self.pair(error)
@@ -101,7 +101,7 @@ def _fit(strategy: str, num: int, in_parts: bool, devices: dict[str, int]) -> di
 def test_a_number_per_batch_counts_once_by_the_samples_of_its_rank(strategy: str, num: int) -> None:
     # SumMetric and CatMetric counted what hooks gave once per rank, and MaxMetric refused the norm of a gradient. A
     # part's weight was applied twice where the call of the metric is replaced for chunks, too.
-    # there a value within a step needs whole batches, and a single sample's squeezed value is taken for the part's
+    # A single sample's squeezed value was taken for that of its part. There a value within a step needs whole batches.
     in_parts = strategy in ("replicas", "stages")
     single = assert_as_single(_fit, strategy, num, in_parts, {}, tolerance=1e-5)  # aggregators round to float32
     assert [len(found["each"]) for found in single["found"]] == [3, 6]
