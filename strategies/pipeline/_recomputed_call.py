@@ -26,17 +26,19 @@ _RANDOM = threading.RLock()
 _STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)}
 """Attributes of every module that a forward pass does not write, parameters, children, hooks; and buffers."""
 
-_MOST = 2**18
-"""Elements up to which a tensor that forward may write to is copied before it runs; larger ones may not be written."""
+_SMALL = 2**16
+"""Elements up to which what forward may write to is copied before each run; of larger ones those that it wrote to."""
+
+Learned = list[set[str]]
+"""The tensors, by the place of their owner and their name, that a part's forward writes to; empty before it has run."""
 
 
-def recomputing(part: nn.Module, forward: Callable[..., Any], called: list[bool], *args: Any, **kwargs: Any) -> Any:
-    """Run a part's forward, keeping its inputs only; `called` learns of it."""
+def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, *args: Any, **kwargs: Any) -> Any:
+    """Run a part's forward, keeping its inputs only; `learned` is what earlier calls have found out."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    called[:] = [True]
     leaves, spec = tree_flatten((args, kwargs))
-    call = _Call(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    call = _Call(part, learned, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def run() -> Any:
         if not call.has_run:
@@ -52,9 +54,9 @@ def recomputing(part: nn.Module, forward: Callable[..., Any], called: list[bool]
 class _Call:
     """What one call of a part has read, to repeat it."""
 
-    def __init__(self, part: nn.Module, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, part: nn.Module, learned: Learned, inputs: Sequence[Tensor]) -> None:
         self.has_run = False
-        self._name = type(part).__name__
+        self._name, self._learned = type(part).__name__, learned
         self._inputs = [("an input", tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
         self._weights = [(f"a parameter ({name})", w, w._version) for name, w in part.named_parameters()]
         self._flags = [(weight, weight.requires_grad) for weight in part.parameters()]
@@ -62,9 +64,13 @@ class _Call:
         owners = [owner for module in part.modules() for owner in (vars(module), module._buffers)]
         self._held = [(own, {key: _copied(v) for key, v in own.items() if key not in _STRUCTURE}) for own in owners]
         # what forward may write to: buffers, and attributes such as the states of metrics
-        held = [v for _, values in self._held for v in values.values() if isinstance(v, Tensor) and not v.requires_grad]
-        self._large = [(tensor, tensor._version) for tensor in held if tensor.numel() > _MOST]
-        self._before = {id(tensor): tensor.detach().clone() for tensor in held if tensor.numel() <= _MOST}
+        held = [(f"{i}.{key}", v) for i, (_, values) in enumerate(self._held) for key, v in values.items()]
+        self._tensors = [(key, v, v._version) for key, v in held if isinstance(v, Tensor) and not v.requires_grad]
+        self._before = {
+            id(tensor): tensor.detach().clone()
+            for key, tensor, _ in self._tensors
+            if not learned or tensor.numel() <= _SMALL or key in learned[0]
+        }
         tensors = (*inputs, *part.parameters())
         devices = [device for device in {tensor.device for tensor in tensors} if device.type not in ("cpu", "meta")]
         self._device_random = [(device, generator_state(device)) for device in devices]
@@ -80,8 +86,11 @@ class _Call:
             raise self._refused("writes to its input")
         if self._random is not None and _equal(self._random, random_state()):
             self._random = None  # the part draws nothing on the CPU
-        if any(tensor._version != version for tensor, version in self._large):
-            raise self._refused(f"writes to a buffer of more than {_MOST:,} elements")
+        written = {key: id(tensor) for key, tensor, version in self._tensors if tensor._version != version}
+        if not self._before.keys() >= {*written.values()}:
+            raise self._refused("writes to a buffer that it did not write to in its first forward pass")
+        self._before = {i: t for i, t in self._before.items() if t.numel() <= _SMALL or i in written.values()}
+        self._learned[:] = [{*written}.union(*self._learned)]
 
     @contextmanager
     def again(self) -> Generator[None]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
 from ..core.module_checks import is_compiled
-from ._recomputed_call import recomputing
+from ._recomputed_call import Learned, recomputing
 from .module_parts import find_parts
 
 RecomputeOption: TypeAlias = Literal["never", "always", "except_last"] | Sequence[str]
@@ -35,7 +35,7 @@ class Recompute:
         self.option: RecomputeOption = option if isinstance(option, str) else list(option)
         self._strategy = strategy
         self._trainer: pl.Trainer | None = None
-        self._installed: list[tuple[str, nn.Module, Any, list[bool]]] = []
+        self._installed: list[tuple[str, nn.Module, Any, list[Learned]]] = []
 
     @property
     def is_on(self) -> bool:
@@ -77,11 +77,12 @@ class Recompute:
         cut_at = [str(name) for name in partition] if isinstance(partition, (list, tuple)) else ()
         for name, num_segments, num_kept in self._units(module, cut_at):
             part = module.get_submodule(name)
-            self._installed.append((name, part, vars(part).get("forward"), called := list[bool]()))
+            learned: list[Learned] = [[] for _ in range(num_segments)]
+            self._installed.append((name, part, vars(part).get("forward"), learned))
             if num_segments == 1:
-                vars(part)["forward"] = partial(recomputing, part, part.forward, called)
+                vars(part)["forward"] = partial(recomputing, part, part.forward, learned[0])
             else:
-                vars(part)["forward"] = partial(in_segments, part, num_segments, num_kept, called)
+                vars(part)["forward"] = partial(in_segments, part, num_kept, learned)
         if not self._installed:
             raise ConfigError(
                 f"{self._strategy}: recompute={self.option} finds nothing to recompute in {type(module).__name__}: it "
@@ -99,7 +100,7 @@ class Recompute:
 
     def _warn(self) -> None:
         """Warn of parts that no training step has called as modules, so that nothing of them was recomputed."""
-        unused = [name for name, _, _, called in self._installed if not called]
+        unused = [name for name, _, _, learned in self._installed if not any(learned)]
         if unused:
             rank_zero_warn(
                 f"{self._strategy}: recompute={self.option} had no effect on {', '.join(unused)}: the training step "
@@ -150,22 +151,21 @@ def units(module: nn.Module, cut_at: Sequence[str] = ()) -> Iterator[tuple[str, 
                 yield parent, round(math.sqrt(len(layers)))
 
 
-def in_segments(part: Any, num: int, num_kept: int, called: list[bool], value: Any) -> Any:
+def in_segments(part: Any, num_kept: int, learned: Sequence[Learned], value: Any) -> Any:
     """Run the layers of an `nn.Sequential` in segments that are recomputed one by one.
 
     Args:
         part: the `nn.Sequential`.
-        num: number of segments.
-        num_kept: number of these at the end that are not recomputed.
-        called: learns of it.
+        num_kept: number of segments at the end that are not recomputed.
+        learned: of each segment, what earlier calls have found out.
         value: the input.
     """
-    layers = list(part)
+    layers, num = list(part), len(learned)
     ends = [round(len(layers) * (i + 1) / num) for i in range(num)]
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         segment = nn.Sequential(*layers[start:end])
         forward = partial(nn.Sequential.forward, segment)
-        value = forward(value) if i >= num - num_kept else recomputing(segment, forward, called, value)
+        value = forward(value) if i >= num - num_kept else recomputing(segment, forward, learned[i], value)
     return value
 
 
