@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.up, self.down, self.norm = nn.Linear(4, 16), nn.Linear(16, 4), nn.BatchNorm1d(16)
         self.calls = 0
         self.seen: list[float] = []
-        self.total = torch.zeros(1)
+        self.total = torch.zeros(2**18 + 1)  # as many elements as a codebook has
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Block(nn.Module):
         if self.training:
             hidden = hidden * (1 + 0.1 * random.random()) + 0.1 * float(np.random.random())
         self.last = hidden
-        return x + self.down(hidden) * (1 + 0.01 * self.calls + 0.001 * len(self.seen) + 0.01 * self.total)
+        return x + self.down(hidden) * (1 + 0.01 * self.calls + 0.001 * len(self.seen) + 0.01 * self.total[0])
 
 
 class BlockNet(Net):
