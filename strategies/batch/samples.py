@@ -33,7 +33,7 @@ class FewSamples:
         loader: index of the one whose samples are taken, of loaders that are read one after the other.
         most: samples to read.
         repeats: read as many of a smaller dataset, too, some of them again.
-        share: gives all ranks the first one's batches of streams, if all compute them.
+        share: gives all ranks the first one's batches of streams that each reads by itself, if all compute them.
 
     Attributes:
         num: samples of each loader that were read.
@@ -50,12 +50,13 @@ class FewSamples:
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
         loaders, self.unclear = chosen_loaders(self._combined, loader), None
-        firsts = share([None if repeats else getattr(one, "first_batch", None) for one in loaders])
-        pairs = list(zip(loaders, firsts, strict=True))
-        for one, first in pairs:
+        pairs = [(one, None if repeats else getattr(one, "first_batch", None)) for one in loaders]
+        own = [hasattr(one, "first_batch") and not hasattr(one, "divide") for one in loaders]  # of each rank alone
+        pairs = [(one, share(first) if is_own else first) for (one, first), is_own in zip(pairs, own, strict=True)]
+        for (one, first), is_own in zip(pairs, own, strict=True):
             if first is not None:
                 self.unclear = self.unclear or one.structure.unclear
-                if self.unclear is not None and not hasattr(one, "divide"):
+                if self.unclear is not None and is_own:
                     raise TypeError("a stream that each rank reads by itself")
             elif not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
                 raise TypeError("a stream")
