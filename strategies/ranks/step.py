@@ -29,6 +29,7 @@ from ..batch.whole.over_batch import among
 from ..batch.whole.whole_steps import WholeSteps
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import StepContract
+from ..core.module_checks import is_plain
 from ..core.module_state import untraced_step
 from ..core.patching import Replacement, replaced
 from ..core.rng import random_state, set_random_state
@@ -214,7 +215,7 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         reader.values.begin()
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
-        if not self._is_verified and strategy.sync.evaluates_together:
+        if not self._is_verified and self.compares_together:
             strategy.sync.evaluate(partial(self._verify, (), together=True))
             self._samples = None
         elif not self._is_verified:
@@ -244,6 +245,11 @@ class RankStep(StepContract):
     def _verify_parts(self, batch: Batch) -> None:
         trainer, structures = self._trainer, self._strategy.structures
         self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
+
+    @property
+    def compares_together(self) -> bool:
+        """Whether parameters are cut, or without values before they are: all ranks compare steps, in the first one."""
+        return self._strategy.sync.evaluates_together and not all(map(is_plain, self._module.parameters()))
 
     def verify_early(self, again: bool = False) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
@@ -352,7 +358,7 @@ class RankStep(StepContract):
         """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
         trainer = self._strategy.trainer
         if role == "train":
-            if not self._is_verified and self._strategy.world_size > 1:
+            if not self._is_verified and self._strategy.world_size > 1 and not self.compares_together:
                 self._settle("training_step", None, partial(self._verify, (), True))
             return "training_step" in self.whole.names or None
         predicts = role == "predict"

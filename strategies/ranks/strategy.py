@@ -28,7 +28,7 @@ from ..batch.whole.gathering import gathered, simulated_ranks
 from ..batch.whole.whole_steps import STEPS, GlobalView, WholeSteps, tell_whole
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.loop_contract import evaluation_step, run_backward
-from ..core.module_checks import callbacks_of, hooked, is_plain, verify_shapes, verify_takes_batches, verify_takes_parts
+from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters, unwrapped
 from ..core.options import Positive, checked
@@ -379,8 +379,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Have steps see whole batches, where the module trains otherwise in parts of them; before it is wrapped."""
         before = random_state()
         try:
-            is_whole = all(map(is_plain, self.module.parameters()))
-            self.contract.verify_early(again=not (self.sync.evaluates_together and is_whole))
+            again = not self.sync.evaluates_together or self.contract.compares_together
+            self.contract.verify_early(again)
         except PartsDiffer as exc:
             if self.whole_sync is None:
                 raise

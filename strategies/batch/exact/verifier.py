@@ -26,6 +26,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
@@ -149,8 +150,8 @@ class Verifier:
         trial, verdict, fewer = self._trial, Verdict(), False
         trial.rest, trial.of_ranks = rest, False
         try:
-            if any(parameter.is_meta for parameter in self._module.parameters()):
-                raise Cannot("its parameters have no values yet")
+            if not trial.together and any(p.is_meta or isinstance(p, DTensor) for p in self._module.parameters()):
+                raise Cannot("its parameters have no values yet, or are cut over ranks")
             with torch.inference_mode(False), not_compiling(), self._quiet():
                 for of_ranks, total, piece in self._pieces(batch, views):
                     verdict.in_chunks, trial.of_ranks = trial.of_ranks, of_ranks

@@ -34,6 +34,11 @@ class Stream(IterableDataset[Any]):
         return (Numbered(14)[i] for i in range(14))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 14
+
+
 class Built(pl.LightningModule):
     """Builds its layers, of which one takes no part, in `configure_model`, without memory under fsdp."""
 
@@ -61,11 +66,11 @@ class Built(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-5)
 
 
-def _built(num_ranks: int, is_validated: bool, is_streamed: bool) -> tuple[Tensor, str]:
+def _built(num_ranks: int, is_validated: bool, kind: Any) -> tuple[Tensor, str]:
     strategies = [
         SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy("auto", batch_size_is="global") for _ in "12"
     ]
-    module, loader = Built(), DataLoader(Stream() if is_streamed else Numbered(14), 7)
+    module, loader = Built(), DataLoader(Numbered(14) if kind is Numbered else kind(), 7)
     trainer = quiet_trainer(strategies[0], num_ranks, precision="64-true")
     if is_validated:  # which cuts it
         trainer.validate(module, loader, verbose=False)
@@ -74,12 +79,14 @@ def _built(num_ranks: int, is_validated: bool, is_streamed: bool) -> tuple[Tenso
     return weights(module), "" if num_ranks == 1 else refusal(trainer, Built(compares_samples=True), loader)
 
 
-@pytest.mark.parametrize(("is_validated", "is_streamed"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("is_validated", "kind"), [(False, Numbered), (True, Numbered), (False, Stream), (False, SizedStream)]
+)
 def test_a_loss_of_layers_that_configure_model_builds_is_compared_in_the_first_step(
-    is_validated: bool, is_streamed: bool
+    is_validated: bool, kind: Any
 ) -> None:
     """It counted by samples, and layers that took no part were refused; weights were drawn in another type."""
-    single, _ = _built(1, is_validated, is_streamed)
-    for trained, told in run_ranks(_built, 2, 2, is_validated, is_streamed):
+    single, _ = _built(1, is_validated, kind)
+    for trained, told in run_ranks(_built, 2, 2, is_validated, kind):
         torch.testing.assert_close(trained, single, rtol=0, atol=1e-10)
         assert re.match(r"fsdp: computed in ranks of 4, \d and 1 samples, the loss differs from one device's by", told)
