@@ -15,6 +15,7 @@ from ...core.module_checks import is_metric, is_plain, own_parts
 from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, refill
 from ...core.patching import hooks_of
 
+_LIBRARIES = ("builtins", "evener", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "types")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
@@ -51,7 +52,8 @@ class ModuleState(Kept):
         held = [(one.value, one.contents) for one in self._kept.values() if isinstance(one.value, Tensor)]
         self._memory = [(tensor, tensor.data) for tensor, _ in held]
         held += [(buffer, copied(buffer)) for buffer in module.buffers()]
-        super().__init__((vars(part) for part in module.modules() if not is_metric(part)), held)
+        parts = [part for part in module.modules() if not is_metric(part)]
+        super().__init__([space for part in parts for space in (vars(part), *_objects(part).values())], held)
 
     def taken(self) -> dict[str, Written]:
         """Undo what has been written since, and return it."""
@@ -88,10 +90,20 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Written]]:
         for key, buffer in part.named_buffers(recurse=False):
             if is_plain(buffer) and buffer.layout is torch.strided and not buffer.is_quantized:
                 yield prefix + key, Written(part._buffers, key, buffer, key not in part._non_persistent_buffers_set)
-        own = vars(part)
-        for key, value in list(own.items()):
-            if key not in LIGHTNING_KEYS and _is_plain(value):
-                yield prefix + key, Written(own, key, value)
+        for place, own in {"": vars(part), **_objects(part)}.items():
+            for key, value in list(own.items()):
+                if (place or key not in LIGHTNING_KEYS) and _is_plain(value):
+                    yield f"{prefix}{place}{key}", Written(own, key, value)
+
+
+def _objects(part: nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of objects of users' classes that a module holds, such as running statistics."""
+    return {
+        f"{key}.": vars(value)
+        for key, value in vars(part).items()
+        if key not in LIGHTNING_KEYS and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
+        and type(value).__module__.partition(".")[0] not in _LIBRARIES
+    }  # fmt: skip
 
 
 def _is_plain(value: Any) -> bool:

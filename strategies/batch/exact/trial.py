@@ -256,7 +256,7 @@ class _Uses(TorchDispatchMode):
         super().__init__()
         self._ran, self._names = ran, [name for name, _ in module.named_modules()]
         self._owners = {
-            parameter.untyped_storage().data_ptr(): ([".".join(path[:i]) for i in range(1, len(path))], parameter)
+            parameter.untyped_storage().data_ptr(): [".".join(path[:i]) for i in range(1, len(path))]
             for name, parameter in module.named_parameters()
             if is_plain(parameter) and (path := name.split("."))
         }
@@ -265,12 +265,10 @@ class _Uses(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._current_graph_task_id() >= 0:
             self._ran.outside.update(self._names)
-        in_graph = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
-        for one in tree_leaves((args, kwargs)) if in_graph else ():  # else elements of shards may do
+        for one in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():  # else elements of shards may do
             if isinstance(one, Tensor) and is_plain(one) and one.layout is torch.strided:
-                owners, parameter = self._owners.get(one.untyped_storage().data_ptr(), ((), one))
-                if one.requires_grad or not parameter.requires_grad:
-                    self._ran.outside.update(name for name in owners if name not in self._ran.open)
+                owners = self._owners.get(one.untyped_storage().data_ptr(), ())
+                self._ran.outside.update(name for name in owners if name not in self._ran.open)
         return func(*args, **(kwargs or {}))
 
     @classmethod

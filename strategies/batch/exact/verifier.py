@@ -136,7 +136,7 @@ class Verifier:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._samples = samples
+        self._samples, self._cuts = samples, list[tuple[int, ...]]()
         self._most, self._lists = MOST_SAMPLES, EvaluationLists() if self._trains else strategy.structures.lists
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
@@ -207,19 +207,22 @@ class Verifier:
 
     def _runs(self, total: int, piece: MakesBatch) -> tuple[Ran, list[Ran]]:
         """Run a step on samples, whole and in parts; in equal ones if the run has no others (`drop_last=True`)."""
-        of_ranks, failed = self._trial.of_ranks, None
+        of_ranks = self._trial.of_ranks
         (whole,) = self._trial.run(piece, 0, total)
-        cuts = [(0, (total + 1) // 2, total - 1, total), (0, round(total * 5 / 8), total)]  # not all take one sample
+        # by one cut alone parts may choose the samples that the whole batch does by chance (`loss <= loss.median()`)
+        cuts = [(0, (total + 1) // 2, total - 1, total), (0, round(total * 5 / 8), total), (*range(0, total, 2), total)]
         if of_ranks and total % 2 == 0 and parts_are_equal(self._loop):
-            cuts = [(0, total // 2, total)]
-        for places in cuts:
+            cuts = [(0, total // 2, total), *([] if total % 4 else [tuple(range(0, total + 1, total // 4))])]
+        while True:
+            places, *self._cuts = cuts
             try:
                 return whole, self._trial.run(piece, *dict.fromkeys(places))
             except Exception as exc:
                 if isinstance(exc, Cannot) or is_out_of_memory(exc):
                     raise
-                failed = exc
-        assert failed is not None
+                failed, cuts = exc, self._cuts
+            if not (cuts and places[-1] - places[-2] == 1 and self._fails(piece, *places[-2:])):
+                break  # not all steps take one sample
         if isinstance(failed, PartsDiffer):
             raise failed
         if of_ranks:  # by which rank it runs, it fails on the whole batch too, and does so in training
@@ -228,6 +231,19 @@ class Verifier:
             f"{self._name}: {self._trial.step} fails on parts of a batch ({_said(failed)}). Give every value of the "
             "batch one row per sample, or put it into an object that defines split(sizes)."
         ) from failed
+
+    def _fails(self, piece: MakesBatch, i: int, j: int) -> bool:
+        """Whether the step fails on the samples from i to j alone."""
+        with suppress(Exception):
+            self._trial.run(piece, i, j)
+            return False
+        return True
+
+    def _more(self, piece: MakesBatch) -> Iterator[list[Ran]]:
+        """Run the step in parts of further cuts, as far as it takes them."""
+        for places in self._cuts:
+            with suppress(Exception):
+                yield self._trial.run(piece, *dict.fromkeys(places))
 
     def _compare(self, total: int, piece: MakesBatch, verdict: Verdict) -> None:
         whole, parts = self._runs(total, piece)
@@ -251,7 +267,7 @@ class Verifier:
             return None  # it computes the loss of the joined outputs
         plans = list[Plan]()
         for call in range(len(whole.losses)):
-            plan, unlike_whole = self._plan(call, seen, whole, *parts)
+            plan, unlike_whole = self._plan(call, seen, piece, whole, *parts)
             plans.append(plan)
             if not unlike_whole:
                 continue
@@ -264,7 +280,7 @@ class Verifier:
                 verdict.told.append((line, False))
             elif (
                 whole.weight is None
-                or self._plan(call, seen, *(replace(one, weight=None) for one in (whole, *parts)))[1]
+                or self._plan(call, seen, piece, *(replace(one, weight=None) for one in (whole, *parts)))[1]
             ):
                 *sizes, last = (str(part.num) for part in parts)
                 verdict.refusal = (
@@ -318,10 +334,14 @@ class Verifier:
         for path, (added,) in whole.appended.items():
             if f"{step}.{path[1]}" in self._lists.options:  # the user's word
                 continue
+            joined: Any = None
             try:
                 joined = self._lists.joined(step, path, [part.appended for part in parts])
             except ConfigError as exc:
                 raise PartsDiffer(str(exc)) from exc
+            except RuntimeError as exc:  # rows of other shapes
+                if is_out_of_memory(exc):
+                    raise
             if not _are_alike(added.values, joined, [], parameters):
                 (again,) = self._trial.run(piece, 0, whole.num, seed=2)
                 if _are_alike(whole.appended, again.appended, [], parameters):
@@ -335,6 +355,12 @@ class Verifier:
         logged = {name: one for name, one in whole.tape.logged.items() if name != RETURNED}
         losses = [name for name, one in logged.items() if any(is_loss(one.value, loss) for loss in whole.losses)]
         found, unknown = seen.programs()
+        for more in self._more(piece):  # a value that is a mean of parts by chance
+            others, left = Comparison(whole, more).programs()
+            unknown += [
+                name for name in (*left, *others) if (name in left or name not in found) and name not in unknown
+            ]
+        found = {name: program for name, program in found.items() if name not in unknown}
         has_one = self._trains and self._module.automatic_optimization and not verdict.plans[0].needs_all
         if whole.weight is not None or (has_one and not self._trial.of_ranks):  # its weights; ranks have none of a nan
             found = {name: program for name, program in found.items() if name not in losses}
@@ -353,7 +379,7 @@ class Verifier:
                 "batch don't make one device's value; they are averaged by samples. Use a metric of torchmetrics."
             )
 
-    def _plan(self, call: int, seen: Comparison, whole: Ran, *parts: Ran) -> tuple[Plan, str]:
+    def _plan(self, call: int, seen: Comparison, piece: MakesBatch, whole: Ran, *parts: Ran) -> tuple[Plan, str]:
         """The plan by which parts train as the whole; if there is none, one, and which gradient differs by how much."""
         parameters, loss = _small_parameters(self._module), whole.losses[call]
         if not (loss.requires_grad and parameters):
@@ -369,6 +395,10 @@ class Verifier:
                 return last, ""  # its program makes the whole's loss
             try:
                 found = self._differs(call, parts, last, expected, parameters)
+                for more in self._more(piece) if found[0] <= _tolerance(loss, parameters) else ():
+                    if all(len(one.losses) > call for one in more):
+                        kept = [replace(one, weight=None) for one in more] if whole.weight is None else more
+                        found = max(found, self._differs(call, kept, last, expected, parameters))
             except (RuntimeError, IndexError) as exc:  # gradients don't go through the program
                 if is_out_of_memory(exc):
                     raise

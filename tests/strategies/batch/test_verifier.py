@@ -13,7 +13,7 @@ from regression import weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 from evener.strategies import (
     ConfigError,
@@ -197,6 +197,51 @@ class Listed(Net):
         weights = 1.0 + y
         loss = F.cross_entropy(self.net(x), y, reduction="none") * sum(settings)
         return {"loss": (loss * weights).sum() / weights.sum(), "loss_weight": int(weights.sum())}
+
+
+class Trimmed(Net):
+    """Chooses samples by a statistic of the batch, which parts of one cut may choose as well by chance."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return losses[losses <= losses.quantile(0.8)].mean()
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_samples_that_a_statistic_of_the_batch_chooses_are_not_those_of_parts(start: int) -> None:
+    loader = DataLoader(Subset(data(), range(start, start + 12)), 6)
+    one, two = (
+        trained(Trimmed(), own, loader, n) for n, own in ((1, SingleDeviceStrategy()), (2, DataParallelStrategy()))
+    )
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+
+
+class Running:
+    """Sums of what it has seen."""
+
+    def __init__(self) -> None:
+        self.num, self.total = 0, torch.zeros(3, dtype=torch.float64)
+
+    def centred(self, x: Tensor) -> Tensor:
+        self.num, self.total = self.num + len(x), self.total + x.sum(0)
+        return x - self.total / self.num
+
+
+class Centred(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = Running()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(self.running.centred(x)), y)
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy(), ModelParallelStrategy(num_microbatches=2)])
+def test_a_comparison_leaves_objects_of_the_module_as_they_were(strategy: Any) -> None:
+    module = Centred()
+    two = trained(module, strategy)
+    assert module.running.num == 8 + 8 + 5
+    torch.testing.assert_close(two, trained(Centred(), SingleDeviceStrategy(), devices=1), rtol=0, atol=1e-12)
 
 
 class Stream(IterableDataset[Any]):

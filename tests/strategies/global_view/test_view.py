@@ -218,7 +218,7 @@ def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_li
     # one that fails on its rank, whatever its samples are, ends the run: test_launcher.py, test_notebook.py
     [(found, [line])], _ = run_ranks(_train, 2, {"ddp": ON_RANKS["ddp"]}, "five")
     torch.testing.assert_close(found, expected("five")["five"], rtol=EXACT, atol=EXACT)
-    assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(3\)", line)
+    assert re.match(r"ddp: training_step fails on parts of a batch \(RuntimeError: .*tensor a \(\d\)", line)
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,19 @@ class Penalized(Net):
         return super().training_step(batch, batch_idx) + 0.1 * self.net[0].weight.square().sum()
 
 
-class Watched(Net):
-    """Reads a weight in its step, of which shards do."""
+class Followed(Net):
+    """A target network follows the weights in each step, through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.norm = self.net[0].weight.detach().norm()
-        return super().training_step(batch, batch_idx)
+        x, y, index = batch
+        loss = super().training_step((x, y + 0.5 * self.target(x), index), batch_idx)
+        for own, target in zip(self.net.parameters(), self.target.parameters(), strict=True):
+            target.data.mul_(0.9).add_(0.1 * own.data)
+        return loss
 
 
 class SlopePenalized(Net):
@@ -310,6 +317,7 @@ WAYS = {
     "unused": Way(Sometimes, UNUSED),
     "penalty on a weight": Way(Penalized),
     "target network": Way(Targeted),
+    "target network that follows": Way(Followed),
     "target network, gathered for the whole step": Way(Targeted, WHOLE),
     "moving average": Way(Net, {}, averaged),
     "moving average, not released": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
@@ -389,8 +397,8 @@ def _told(kind: type[Net]) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("kind", "gathered"), [(Watched, False), (Penalized, True)])
-def test_parts_are_gathered_for_the_whole_step_only_where_a_gradient_needs_it(kind: type[Net], gathered: bool) -> None:
+@pytest.mark.parametrize(("kind", "gathered"), [(Net, False), (Followed, True), (Penalized, True)])
+def test_parts_are_gathered_for_the_whole_step_only_where_it_needs_them(kind: type[Net], gathered: bool) -> None:
     first, _ = run_ranks(_told, 2, kind)
     assert ("gathered for the whole step: net.0" in first) is gathered
 
