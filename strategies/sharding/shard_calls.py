@@ -73,7 +73,8 @@ class ShardCalls:
                 return self._set(func, *args)
             if name in _AS_THEY_ARE or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
                 return func(*args, **kwargs)
-            with self._shards.written() if self._shards.in_step and _writes(name, kwargs) else nullcontext():
+            writes = _writes(name, kwargs) and ("out" in kwargs or not _is_whole(args[0]))
+            with self._shards.written() if self._shards.in_step and writes else nullcontext():
                 return self._computed(func, name, args, kwargs)
 
     def _set(self, func: Any, tensor: Tensor, value: Any) -> None:
@@ -101,7 +102,7 @@ class ShardCalls:
                 given = _tensors([*args, *kwargs.values()])
             if _cut_alike(given, of_lists):
                 return func(*args, **kwargs)
-            if not of_lists and _writes(name, {}) and not issubclass(type(args[0]), DTensor):
+            if not of_lists and _writes(name, {}) and _is_whole(args[0]):
                 self._verify_together()
                 return func(*tree_map_only(DTensor, DTensor.full_tensor, args), **kwargs)
         if name == "equal" and (args[0].shape != args[1].shape or _cut_alike(given)):  # torch asks all ranks
@@ -134,6 +135,11 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     """Whether a call writes to what it is given: `mul_`, `__imul__`, `out=`."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or "out" in kwargs or name == "__setitem__" or name.startswith("__i")
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a value is a tensor that this rank has whole, such as what is gathered in a step."""
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_elementwise(name: str) -> bool:

@@ -318,6 +318,7 @@ WAYS = {
     "penalty on a weight": Way(Penalized),
     "target network": Way(Targeted),
     "target network that follows": Way(Followed),
+    "target network that follows, gathered for the whole step": Way(Followed, {"shard": ["net"]}),
     "target network, gathered for the whole step": Way(Targeted, WHOLE),
     "moving average": Way(Net, {}, averaged),
     "moving average, not released": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
