@@ -143,6 +143,11 @@ FOUND: dict[str, tuple[Spread, Case]] = {
             before="validate", resume_after=1,
         ),
     ),
+    # parts fail, and a cut into one part was taken for right
+    "two samples": (
+        Spread("model_parallel", 2, (("num_microbatches", 2),)),
+        Case(batches=Batches(extras=("flat",)), loading=Loading(kind="no_batching", batch_size=2)),
+    ),
     "an empty stream": (
         DDP, Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1)
     ),
