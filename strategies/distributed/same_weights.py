@@ -131,7 +131,7 @@ class Agreement:
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
         self.end()
-        self._num_due = 3  # the first step, and hooks after it, may write to weights and buffers without an optimizer
+        self._num_due = 2  # the first step may write to weights without an optimizer
         self._handles = {id(one): one.register_step_post_hook(self._has_stepped) for one in optimizers}
 
     def end(self) -> None:

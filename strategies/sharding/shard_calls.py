@@ -73,7 +73,7 @@ class ShardCalls:
                 return self._set(func, *args)
             if name in _AS_THEY_ARE or (name == "__get__" and func.__self__.__name__ not in _COMPUTED):
                 return func(*args, **kwargs)
-            writes = _writes(name, kwargs) and ("out" in kwargs or not _is_whole(args[0]))
+            writes = _writes(name, kwargs) and ("out" in kwargs or not (args and _is_whole(args[0])))
             with self._shards.written() if self._shards.in_step and writes else nullcontext():
                 return self._computed(func, name, args, kwargs)
 
