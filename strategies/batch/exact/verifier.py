@@ -1,10 +1,12 @@
 """Verify law 1 before a run's first step: a module, computed in parts of a batch, trains as on the whole batch.
 
 On at most eight samples of the user's dataset, through the user's own `collate_fn`, transfer hooks and step, in one
-process, with dropout off, leaving no trace: once whole, and once in parts as the strategy makes them.
+process, with dropout off, leaving no trace: once whole, and in parts as the strategy makes them.
 
     parts of ranks    collate(samples[:4]), collate(samples[4:7]), collate(samples[7:])      cut before collating
     chunks            split(collate(samples), [4, 3, 1])                                     cut after it
+
+So in parts of 5 and 3 samples, and of 2: by one cut they may choose the samples that the whole batch does by chance.
 
 Compared are the gradients, what the step writes to the module, and logged values. Nothing is concluded from code, and
 from the graph of a loss no more than a proposal of what its terms divide by: what decides is whether numbers differ.
@@ -209,7 +211,6 @@ class Verifier:
         """Run a step on samples, whole and in parts; in equal ones if the run has no others (`drop_last=True`)."""
         of_ranks = self._trial.of_ranks
         (whole,) = self._trial.run(piece, 0, total)
-        # by one cut alone parts may choose the samples that the whole batch does by chance (`loss <= loss.median()`)
         cuts = [(0, (total + 1) // 2, total - 1, total), (0, round(total * 5 / 8), total), (*range(0, total, 2), total)]
         cuts = cuts[: 3 if total > 2 else 1]
         if of_ranks and total % 2 == 0 and parts_are_equal(self._loop):
@@ -356,11 +357,9 @@ class Verifier:
         logged = {name: one for name, one in whole.tape.logged.items() if name != RETURNED}
         losses = [name for name, one in logged.items() if any(is_loss(one.value, loss) for loss in whole.losses)]
         found, unknown = seen.programs()
-        for more in self._more(piece):  # a value that is a mean of parts by chance
+        for more in self._more(piece) if logged.keys() - set(losses) else ():
             others, left = Comparison(whole, more).programs()
-            unknown += [
-                name for name in (*left, *others) if (name in left or name not in found) and name not in unknown
-            ]
+            found, unknown = {**others, **found}, [*dict.fromkeys((*unknown, *left))]
         found = {name: program for name, program in found.items() if name not in unknown}
         has_one = self._trains and self._module.automatic_optimization and not verdict.plans[0].needs_all
         if whole.weight is not None or (has_one and not self._trial.of_ranks):  # its weights; ranks have none of a nan
