@@ -95,7 +95,7 @@ class RankStep(StepContract):
         self.shares = RankShares(num_ranks, name)
         self.whole = WholeSteps(name, "on the first rank", self._strategy.whole_steps.allowed)
         self.looked_at = None
-        self._was_early = False
+        self._was_early, self._samples = False, None
         weighs = weighs_in_loop(trainer)
         self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
         self._strategy.layout.reader = self.reader = LossReader(name)
@@ -263,16 +263,16 @@ class RankStep(StepContract):
             if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
                 set_random_state(before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
-            strategy, combined = self._strategy, loop._combined_loader
-            if not self._is_verified and strategy.sync.evaluates_together and combined is not None:
+            combined = loop._combined_loader
+            if not self._is_verified and self._strategy.sync.evaluates_together and combined is not None:
                 for loader in combined.flattened:  # in the first step it is too late
-                    getattr(loader, "look_ahead", int)()
-                with suppress(Exception):  # samples can't be chosen
-                    self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
+                    if (look_ahead := getattr(loader, "look_ahead", None)) is not None:
+                        look_ahead()
+                if self.compares_together:
+                    with suppress(Exception):  # samples can't be chosen
+                        self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
             if not self._is_verified:  # of a stream that was read
                 self._verify((), again)
-            if self._is_verified:
-                self._samples = None
 
     def _verify(
         self, args: Sequence[Any], again: bool = False, views: Views | None = None, together: bool = False
