@@ -71,7 +71,7 @@ class DeferredTensors(TorchDispatchMode):
         deferred = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         if deferred:
             device = self._devices[_memory_of(deferred[0])]
-        elif not given and "device" in {argument.name for argument in func._schema.arguments}:
+        elif not given and _takes(func, "device"):
             device = torch.device(kwargs.get("device") or "cpu")
             if device.type == "meta" or _numel(func, args, kwargs) < LARGE:
                 return func(*args, **kwargs)
@@ -95,11 +95,7 @@ class DeferredTensors(TorchDispatchMode):
                 "are not there yet. Build the layers only, or build them in __init__, where every process holds all."
             ) from exc
         outputs = _kept(list(_tensors(output)))
-        if (
-            not given
-            and isinstance(output, Tensor)
-            and "dtype" in {argument.name for argument in func._schema.arguments}
-        ):
+        if not given and isinstance(output, Tensor) and _takes(func, "dtype"):
             kwargs = {**kwargs, "dtype": output.dtype}  # torch's default may be another one when it is repeated
         new = [view for view in outputs if _memory_of(view) not in self._devices]
         if new or func._schema.is_mutable:
@@ -160,6 +156,10 @@ def _memory_of(tensor: Tensor) -> int:
 def _kept(tree: Any) -> Any:
     """The tensors in arguments as they are now: a fake one may be resized, another one written to."""
     return tree_map_only(Tensor, lambda t: t.detach() if isinstance(t, FakeTensor) else t.detach().clone(), tree)
+
+
+def _takes(func: Any, name: str) -> bool:
+    return name in {argument.name for argument in func._schema.arguments}
 
 
 def _numel(func: Any, args: Any, kwargs: Any) -> int:
