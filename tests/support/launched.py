@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Told(pl.LightningModule):
         record: the file.
         pause_s: seconds that a step takes.
         fault: what rank 1 does at step 3: raise, exit, exit_well, interrupt, kill, abort, hang, or nothing;
-            `late`: rank 1 is asked to stop (SIGTERM) after the last step.
+            `late`: rank 1 is asked to stop (SIGTERM) after the last step, and `at_end` (SIGINT) when its process ends.
         once: a file that exists once the fault has happened, after which it does not happen again.
     """
 
@@ -67,6 +68,8 @@ class Told(pl.LightningModule):
     def on_train_end(self) -> None:
         if self.fault == "late" and self.global_rank == self.trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.fault == "at_end" and self.global_rank == 1:
+            Finalize(None, os.kill, (os.getpid(), signal.SIGINT), exitpriority=0)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         Path(self.record).with_name("tested").touch()

@@ -264,6 +264,14 @@ def test_a_run_that_is_stopped_before_its_first_step_has_not_failed(place: str, 
         assert not list(tmp_path.glob("logs/*/*/*/result.json"))
 
 
+@pytest.mark.long
+def test_a_signal_to_a_rank_that_has_trained_and_ends_is_not_a_failure(tmp_path: Path) -> None:
+    # the command passes on a signal in both of two ways, and the second one may reach a rank that it has ended
+    with running(tmp_path, "++module.fault=at_end", "trainer.max_steps=4") as run:
+        assert ends(run, time.monotonic()) == 0, run.output.read_text()
+        assert "Traceback" not in run.output.read_text()
+
+
 def verify_gone(pid: int) -> None:
     since_s = time.monotonic()
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
