@@ -90,7 +90,6 @@ CANNOT_RUN = {
         ".ci/run runs it"
     ),
     "pytest -m slow": "this test is a part of it",
-    "pytest -m slow tests/trainer/checkpoint/test_resume.py": "runs tests, as this does",
     "pytest -m slow tests/libraries": "runs tests, as this does",
     "python tests/libraries/libraries.py chemprop": "needs chemprop",
     "PYTHONPATH=. python -m pytest -p evener.trainer -p no:xdist --timeout 150 tests_pytorch/loops": (
