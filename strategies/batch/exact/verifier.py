@@ -476,18 +476,18 @@ class Verifier:
             for name, (first, *others) in sorted(written.items())
             if any(first is None or one is None or unlike(first.contents, one.contents) for one in others)
         ]
+        lost = [name for name in found if not any(one and type(one.value) is list for one in written[name])]
         saved = [name for name in found if self._trains and any(one and one.is_saved for one in written[name])]
-        read = found[:1] if found and self._trains and not (in_turn or saved) and self._reads(steps, piece) else []
+        asks = bool(found) and not (in_turn or saved or (self._trial.of_ranks and not self._trains))
+        read = found[:1] if asks and self._reads(steps, piece, lost) else []
         for name in [*in_turn, *saved, *read][:1]:
             instead = "num_microbatches=1" if in_turn else f"{self._option} to keep a part's"
             repeats = self._in_turn and not self._trial.of_ranks
             by = "in each micro-batch" if repeats else "by the samples of its part of a batch"
             verdict.refusal = (
-                f"{self._name}: training_step changes {name} {by}, unlike one device. "
-                "Gather what it is computed of (self.all_gather), update it in on_train_batch_end, or set "
-                f"{instead}."
+                f"{self._name}: {self._trial.step} changes {name} {by}, unlike one device. Gather what it is computed "
+                f"of (self.all_gather), update it in an on_..._batch_end hook, or set {instead}."
             )
-        lost = [name for name in found if not any(one and type(one.value) is list for one in written[name])]
         if lost and not (verdict.refusal or self._trial.of_ranks):
             line = (
                 f"{self._name}: {self._trial.step} leaves {', '.join(lost[:3])} otherwise in parts of a batch than in "
@@ -495,14 +495,25 @@ class Verifier:
             )
             verdict.told.append((line, False))
 
-    def _reads(self, steps: Sequence[Ran], piece: MakesBatch) -> bool:
-        """Whether a step computes otherwise with what one of some steps has left in the module than with another's."""
-        found = list[list[Tensor]]()
+    def _reads(self, steps: Sequence[Ran], piece: MakesBatch, names: Sequence[str]) -> bool:
+        """Whether a step computes otherwise with what one of some steps has left in the module than with another's.
+
+        Ranks, and chunks in turn, keep what they have left; other chunks don't, so that what they leave counts as well.
+        """
+        keeps, found = self._trial.of_ranks or self._in_turn, list[tuple[list[Tensor], list[Any]]]()
         for step in steps:
-            with suppress(Exception):  # a state of other samples may not fit these
+            try:
                 (again,) = self._trial.run(piece, 0, steps[0].num, given=list(step.written.values()))
-                found.append(self._gradients(again.losses, [1.0] * len(again.losses), _small_parameters(self._module)))
-        return any(max(_differences(found[0], other)) > 1e-6 for other in found[1:])
+            except Exception:  # noqa: BLE001  # a state of other samples doesn't fit these
+                if found and not keeps:
+                    return True
+                continue
+            gradients = self._gradients(again.losses, [1.0] * len(again.losses), _small_parameters(self._module))
+            left = () if keeps else (again.written.get(name) for name in names)
+            found.append((gradients, [one and one.contents for one in left]))
+        return any(
+            max(_differences(found[0][0], other)) > 1e-6 or unlike(found[0][1], left) for other, left in found[1:]
+        )
 
     @contextmanager
     def _quiet(self) -> Generator[None]:
