@@ -30,7 +30,7 @@ from ...core import rng
 from ...core.module_checks import callbacks_of
 
 _CHILDREN = ("_parameters", "_buffers", "_modules")
-_INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "training", "_hparams"}
+_INTERNAL = frozenset(vars(pl.LightningModule())) - {*_CHILDREN, "_non_persistent_buffers_set", "training", "_hparams"}
 _BATCHES = ("max_batches", "_max_batches")
 """Attributes of a loop: how many batches it takes, where that is a list of one number per loader."""
 _LOADER_BYTES = 2**24
