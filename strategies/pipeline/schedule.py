@@ -76,19 +76,6 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
     return launched
 
 
-def timeline(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[list[Task]]:
-    """List, tick by tick, the tasks that run in parallel: each takes a tick, as soon as what it needs is done."""
-    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
-    done: set[Task] = set()
-    ticks: list[list[Task]] = []
-    while any(orders):
-        ticks.append([order[0] for order in orders if order and order[0].follows(num_stages) in {None, *done}])
-        for task in ticks[-1]:
-            orders[task.stage].popleft()
-        done.update(ticks[-1])
-    return ticks
-
-
 def most_in_flight(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[int]:
     """The largest number of micro-batches between forward and backward, by stage, as a schedule has them."""
     orders = [stage_order(name, num_microbatches, num_stages, stage) for stage in range(num_stages)]

@@ -6,7 +6,7 @@ May import: nothing else in the trainer.
 
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from .device_monitor import DeviceMonitor, SlowRank
+from .device_monitor import DeviceMonitor
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
 from .start_up import EpochLines, LogEveryEpoch, StartUp
@@ -18,5 +18,5 @@ LearningRate = LearningRateMonitor
 
 __all__ = [
     "DetectNonFinite", "DeviceMonitor", "EpochLines", "GradientNorm", "Histograms", "LearningRate",
-    "LearningRateFinder", "LogEveryEpoch", "RunSummary", "SlowRank", "StartUp", "Utilization",
+    "LearningRateFinder", "LogEveryEpoch", "RunSummary", "StartUp", "Utilization",
 ]  # fmt: skip

@@ -70,11 +70,6 @@ class DDPTimes:
         total, overlap = self._ms("backward_comm_time"), self._ms("backward_compute_comm_overlap_time")
         return None if total is None or overlap is None else max(0.0, total - overlap)
 
-    def own_compute_s(self) -> float | None:
-        """Seconds of this rank's forward and backward pass, without waiting for other ranks."""
-        forward, backward = self._ms("forward_compute_time"), self._ms("backward_compute_time")
-        return None if forward is None or backward is None else (forward + backward) / 1000
-
     def _ms(self, name: str) -> float | None:
         """Milliseconds of one of torch's figures; None until it has sampled a step."""
         if self._model.logger is None:  # the module was taken out of this wrapper

@@ -24,7 +24,7 @@ from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
 from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
-from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, SlowRank, StartUp
+from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
@@ -164,7 +164,7 @@ def build(cfg: DictConfig) -> Parts:
         summary,  # first, since others read its clock
         *(instantiate(key, own) for key, own in entries("callbacks", cfg.get("callbacks"))),
         *([instantiate("checkpoint", cfg.checkpoint)] if cfg.get("checkpoint") else []),
-        LogEveryEpoch(), StartUp(cfg.run_dir), *([SlowRank()] if name_of(strategy) == "ddp" else []),
+        LogEveryEpoch(), StartUp(cfg.run_dir),
         *([EpochLines()] if options.get("enable_progress_bar", True) else []),
     ]  # fmt: skip
     if options.get("enable_model_summary", True) and not any(isinstance(one, ModelSummary) for one in callbacks):

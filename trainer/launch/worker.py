@@ -77,7 +77,7 @@ def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board |
     begin()
     for signum in ASK_TO_STOP:  # they are blocked until it stops in order, and may come when it has ended
         if signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, lambda *_: None)
+            signal.signal(signum, lambda number, frame: None)
     if board is not None:
         survivors.own = Survivor(board, int(os.environ["RANK"]))
         survivors.own.when_forked.append(partial(leave_in_time, cfg.launcher.shutdown_timeout_s))

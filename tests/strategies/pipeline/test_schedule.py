@@ -3,6 +3,7 @@
 Micro-batches overlap in the schedule's order; where that would go wrong they run one by one: test_kept_state.py.
 """
 
+from collections import deque
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.pipeline.schedule import ScheduleName, Task, most_in_flight, stage_order, timeline
+from evener.strategies.pipeline.schedule import ScheduleName, Task, most_in_flight, stage_order
 
 SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 
@@ -25,6 +26,19 @@ def needs(task: Task, num_stages: int) -> set[Task]:
     if task.phase == "F":
         return {task._replace(stage=task.stage - 1)} if task.stage > 0 else set()
     return {task._replace(stage=task.stage + 1)} if task.stage < num_stages - 1 else {task._replace(phase="F")}
+
+
+def timeline(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[list[Task]]:
+    """List, tick by tick, the tasks that run in parallel: each takes a tick, as soon as what it needs is done."""
+    orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
+    done: set[Task] = set()
+    ticks: list[list[Task]] = []
+    while any(orders):
+        ticks.append([order[0] for order in orders if order and order[0].follows(num_stages) in {None, *done}])
+        for task in ticks[-1]:
+            orders[task.stage].popleft()
+        done.update(ticks[-1])
+    return ticks
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, main, train
 from evener.trainer.loggers.tensorboard import OUR_OWN, in_order, without_repetition
-from evener.trainer.profiler import Box, draw_stages, read_rows
 from evener.trainer.study.sweep import SweepTable, read_jobs
 
 
@@ -122,52 +121,24 @@ def test_debug_profile_counts_the_actions(tmp_path: Path, capsys: pytest.Capture
     assert "speed/data_wait_ms" not in events(result).Tags()["scalars"], "nobody measured it"
 
 
-def traced(home: Path, num_steps: int, *words: str) -> tuple[Path, list[Any]]:
-    """The run directory of `debug=trace`, and the events that it recorded."""
+def traced(home: Path, num_steps: int, *words: str) -> list[Any]:
+    """The events that `debug=trace` recorded."""
     options = [f"trainer.profiler.num_steps={num_steps}", "trainer.limit_train_batches=8", "logger=none"]
     result = train(compose([*SHORT, f"log_dir={home}", "debug=trace", *options, *words]))
-    trace = Path(result.run_dir) / "trace.json"
-    return trace.parent, json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return json.loads((Path(result.run_dir) / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
 @pytest.mark.long
 def test_debug_trace_records_the_steps_after_the_first_five(tmp_path: Path) -> None:
-    _, recorded = traced(tmp_path, 2)
+    recorded = traced(tmp_path, 2)
     assert sum(event["name"] == "run_training_batch" for event in recorded) == 2
     assert any(event["name"] == "aten::conv2d" for event in recorded)
 
 
 @pytest.mark.long
 def test_debug_trace_names_the_tasks_of_the_pipelines_schedule(tmp_path: Path) -> None:
-    run_dir, recorded = traced(tmp_path, 1, "strategy=model_parallel", "devices=2", "strategy.num_microbatches=3")
+    recorded = traced(tmp_path, 1, "strategy=model_parallel", "devices=2", "strategy.num_microbatches=3")
     tasks = [event for event in recorded if re.fullmatch(r"[FB]\d( stage \d)?", event["name"])]
     in_order = [event["name"] for event in sorted(tasks, key=lambda event: event["ts"])]
     # 1f1b of 3 micro-batches on 2 stages; the last backward is that of the step's loss
     assert in_order == ["F0 stage 0", "F1 stage 0", "F0 stage 1", "B0", "F2 stage 0", "F1 stage 1", "B1", "F2 stage 1"]
-    rows, _ = read_rows(recorded)
-    drawn = {name: [f"{box.phase}{box.microbatch}" for box in boxes] for name, boxes in rows.items()}
-    assert drawn == {
-        "stage 0": ["F0", "F1", "B0", "F2", "B1", "B2"],
-        "stage 1": ["F0", "B0", "F1", "B1", "F2", "B2"],
-    }
-    assert (run_dir / "timeline.png").exists()
-
-
-def test_a_timeline_has_the_times_of_devices_where_a_trace_has_them(tmp_path: Path) -> None:
-    # two GPUs, two micro-batches: the host queues all at once, and they compute for 10 ms each
-    def event(kind: str, name: str, device: int, start_ms: int, ms: int = 10) -> dict[str, Any]:
-        return {"ph": "X", "cat": kind, "name": name, "pid": device, "ts": 1000.0 * start_ms, "dur": 1000.0 * ms}
-
-    ran = [("F0", 0, 110), ("F1", 0, 120), ("F0", 1, 120), ("F1", 1, 130), ("B1", 1, 140), ("B1", 0, 150)]
-    host = [event("user_annotation", f"F{i}", 77, 101 + i, 1) for i in (0, 1)]
-    devices = [event("gpu_user_annotation", name, device, start) for name, device, start in ran]
-    events = [event("user_annotation", "run_training_batch", 77, 100, 80), *host, *devices]
-    rows, unit = read_rows(events)
-    assert unit == "ms of devices"
-    assert rows == {
-        "device 0": [Box("F", 0, 10, 20), Box("F", 1, 20, 30), Box("B", 1, 50, 60)],
-        "device 1": [Box("F", 0, 20, 30), Box("F", 1, 30, 40), Box("B", 1, 40, 50)],
-    }
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
-    draw_stages(tmp_path / "trace.json", tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
