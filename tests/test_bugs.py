@@ -26,12 +26,11 @@ from tiny import quiet
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, default_collate
 
-from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DataParallelStrategy, DDPStrategy
+from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.losses import ChunkLosses
 from evener.strategies.distributed.process_exit import fork_orphan, take_orphans
 from evener.trainer import compose
 from evener.trainer.callbacks import RunSummary
-from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.checkpoint._data_worker import start_workers
 from evener.trainer.checkpoint._loader_state import make_resumable
 from evener.trainer.job.run import Parts, fit, write_predictions
@@ -58,16 +57,6 @@ def test_a_sampler_is_told_each_epoch_once() -> None:
     sampler = Told()
     quiet(max_epochs=2).fit(SmallModule(), DataLoader(loader().dataset, 4, sampler=sampler), loader())
     assert sampler.epochs == [0, 1]
-
-
-def test_a_lone_process_of_two_stages_tells_its_batch() -> None:
-    # The start-up block took the stages of a single rank for replicas, and asked the policy, which is for ranks, to cut
-    # the batch among them: an IndexError with measured or given weights.
-    strategy = BalancedDDPModelParallelStrategy(model_parallel_size=2, weights=[1.0])
-    strategy.parallel_devices = [torch.device("cpu")] * 2
-    fit_loop = SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[SimpleNamespace(batch_size=64)]))
-    trainer: Any = SimpleNamespace(fit_loop=fit_loop, strategy=strategy, world_size=1, accumulate_grad_batches=1)
-    assert batch_line(trainer) == "64 samples"
 
 
 def test_a_worker_whose_batch_cannot_be_pickled_ends() -> None:

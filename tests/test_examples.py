@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from tiny import quiet
 
-from evener.examples import digits
 from evener.examples.char_lm import CharLM
 from evener.examples.digits import DigitsClassifier, DigitsDataModule, load_digits
 from evener.examples.gan import DigitsGAN, energy_score
-from evener.examples.stdlib_text import PAD, UNKNOWN, VOCABULARY_SIZE, StdlibTextDataModule, collate, cut, encode
+from evener.examples.stdlib_text import PAD, StdlibTextDataModule, collate, encode
 from evener.strategies import ConfigError
 from evener.trainer.cli.train import compose
 
@@ -69,31 +68,7 @@ def test_digits_learns_more_than_95_percent_in_ten_epochs() -> None:
     assert metrics["test/acc"] == pytest.approx(right.double().mean().item(), abs=1e-6)
 
 
-def test_a_missing_scikit_learn_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "sklearn", None)
-    with pytest.raises(ConfigError, match=r"pip install 'evener\[examples\]'"):
-        DigitsDataModule().setup()
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_batches_are_pinned_where_there_is_a_gpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    data = DigitsDataModule()
-    data.setup("fit")
-    assert data.train_dataloader().pin_memory == has_gpu
-
-
 # char_lm
-
-
-def test_text_is_encoded_and_cut_into_consecutive_sequences_of_unequal_length() -> None:
-    newline, tab, space, tilde = 2, 3, 4, VOCABULARY_SIZE - 1
-    assert encode("\n\t ~é").tolist() == [newline, tab, space, tilde, UNKNOWN]
-    pieces = cut(torch.arange(1000), 16, torch.Generator().manual_seed(0))
-    num = sum(map(len, pieces))
-    assert torch.cat(pieces).tolist() == list(range(num))
-    assert 1000 - num < 4
-    assert {len(piece) for piece in pieces} == set(range(4, 17)) | {len(pieces[-1])}
 
 
 def test_loss_weight_is_the_number_of_predicted_characters() -> None:
@@ -110,15 +85,6 @@ def test_loss_weight_is_the_number_of_predicted_characters() -> None:
     torch.testing.assert_close(output["loss"], expected)
 
 
-def test_padding_and_later_characters_change_nothing() -> None:
-    torch.manual_seed(0)
-    module = CharLM(width=8, num_blocks=2, num_heads=2).double()
-    alone = module(encode("import")[None])
-    padded = module(collate([encode("import os"), encode("import")]))
-    torch.testing.assert_close(padded[0, :6], alone[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(padded[1, :6], alone[0], rtol=0, atol=1e-12)
-
-
 def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
     pl.seed_everything(42, verbose=False)
     module = CharLM(width=32, num_blocks=2, num_heads=2, max_length=64, lr=5e-3, warmup_steps=20)
@@ -130,50 +96,7 @@ def test_char_lm_learns_more_than_the_frequencies_of_characters() -> None:
     assert bits == pytest.approx(loss / math.log(2), rel=1e-5)
 
 
-def test_unigram_loss_is_the_cross_entropy_of_frequencies() -> None:
-    data = StdlibTextDataModule()
-    data.train_set, data.val_set = [encode("aab")], [encode("abc")]
-    # Counts + 1 of 99 ids: a 3, b 2, c 1, of 102 in all; "b" and "c" are predicted.
-    assert data.unigram_loss() == pytest.approx(-(math.log(2 / 102) + math.log(1 / 102)) / 2)
-
-
-class Unweighted(CharLM):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx)["loss"]
-
-
-def three_steps(kind: type[CharLM], **options: Any) -> torch.Tensor:
-    """All weights after three batches of 7 sequences, which have unequal numbers of characters."""
-    torch.manual_seed(0)
-    module = kind(width=8, num_blocks=2, num_heads=2, max_length=32)
-    data = StdlibTextDataModule(batch_size=7, max_length=32, max_chars=200_000)
-    quiet(limit_train_batches=3, limit_val_batches=0, precision="64-true", **options).fit(module, data)
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-def test_weighing_by_characters_is_the_training_of_one_device() -> None:
-    one_device = three_steps(CharLM, devices=1)
-    # by what the loss divides is found where no weight says it
-    for kind, strategy in ((CharLM, "dp"), (CharLM, "model_parallel"), (Unweighted, "dp")):
-        spread = three_steps(kind, strategy=strategy, devices=2)
-        torch.testing.assert_close(spread, one_device, rtol=0, atol=1e-10)
-
-
 # gan
-
-
-def test_each_gan_optimizer_moves_its_own_network_once_per_batch() -> None:
-    trainer, module = quiet(limit_train_batches=7, limit_val_batches=1), DigitsGAN()
-    trainer.fit(module, DigitsDataModule())
-    assert trainer.global_step == 2 * 7
-    owned = [{id(p) for group in one.param_groups for p in group["params"]} for one in trainer.optimizers]
-    assert owned == [{id(p) for p in network.parameters()} for network in (module.generator, module.discriminator)]
-
-
-def test_energy_score_by_hand() -> None:
-    generated, real = torch.tensor([[0.0], [4.0]]), torch.tensor([[1.0], [6.0]])
-    # E|x - y| = (1 + 3 + 6 + 2) / 4 = 3 and E|x - x'| = 4.
-    assert energy_score(generated, real).item() == pytest.approx(3 - 4 / 2)
 
 
 def test_gan_gets_better_than_the_mean_image() -> None:
@@ -189,14 +112,6 @@ def test_gan_gets_better_than_the_mean_image() -> None:
 
 
 # configuration
-
-
-@pytest.mark.parametrize("name", ["digits", "char_lm", "gan", "two_devices"])
-def test_an_experiment_composes_into_its_module_and_data(name: str) -> None:
-    cfg = compose([f"experiment={name}"])
-    assert (cfg.name, cfg.monitor, cfg.monitor_mode) == (name, "val/loss", "min")
-    assert isinstance(instantiate(cfg.module), pl.LightningModule)
-    assert isinstance(instantiate(cfg.data), pl.LightningDataModule)
 
 
 @pytest.mark.parametrize(

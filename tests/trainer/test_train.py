@@ -47,72 +47,63 @@ def test_a_run_fills_one_directory_and_its_result_says_what_it_did(digits: Resul
     assert f"<th>test/acc</th><td>{digits.metrics['test/acc']:.4f}</td>" in digits._repr_html_(), "in a notebook"
 
 
-def test_best_checkpoint_loads_with_weights_only(digits: Result) -> None:
-    assert digits.best_checkpoint is not None
-    checkpoint = torch.load(digits.best_checkpoint, weights_only=True)
-    assert checkpoint["global_step"] == digits.num_steps
-
-
-def test_checkpoint_names_are_plain(digits: Result) -> None:  # pain 39
+def test_checkpoints_are_plain_files_that_load_with_weights_only(digits: Result) -> None:  # pain 39
     files = list((Path(digits.run_dir) / "checkpoints").rglob("*"))
-    assert files
-    for file in files:
-        assert file.is_file(), "a metric's slash made no subdirectory"
+    assert Path(str(digits.best_checkpoint)) in files
+    for file in files:  # a metric's slash made no subdirectory
         assert re.fullmatch(r"[A-Za-z0-9._-]+", file.name)
+        assert torch.load(file, weights_only=True)["global_step"] <= digits.num_steps
 
 
-def test_tensorboard_has_one_point_per_logged_step(digits: Result) -> None:  # pain 40
+def test_tensorboard_has_one_point_per_logged_step_and_the_configuration(digits: Result) -> None:  # pain 40
     log = events(digits)
     expected = [step for step in range(digits.num_steps) if (step + 1) % 5 == 0]
     (rate,) = [tag for tag in log.Tags()["scalars"] if tag.startswith("lr-")]
     for tag in ("train/loss", rate):
         assert [event.step for event in log.Scalars(tag)] == expected
     assert len(log.Scalars("val/loss")) == 3
+    text = log.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "evener.strategies.SingleDeviceStrategy" in text
+    assert "log_every_n_steps: 5" in text
 
 
-def test_a_three_batch_epoch_logs_a_point(tmp_path: Path) -> None:  # pain 40
-    options = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "trainer.log_every_n_steps=50"]
-    result = train(compose([*SHORT, f"log_dir={tmp_path}", *options]))
-    assert [event.step for event in events(result).Scalars("train/loss")] == [2, 5]
-
-
-def test_accumulated_steps_log_one_point_each(tmp_path: Path) -> None:  # pain 40
-    options = ["trainer.max_epochs=1", "trainer.limit_train_batches=8", "trainer.accumulate_grad_batches=4"]
-    result = train(compose([*SHORT, f"log_dir={tmp_path}", "trainer.log_every_n_steps=1", *options]))
-    assert result.num_steps == 2
-    assert [event.step for event in events(result).Scalars("train/loss")] == [0, 1]
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ("trainer.max_epochs=2 trainer.limit_train_batches=3 trainer.log_every_n_steps=50", [2, 5]),
+        (
+            "trainer.max_epochs=1 trainer.limit_train_batches=8 trainer.accumulate_grad_batches=4 "
+            "trainer.log_every_n_steps=1",
+            [0, 1],
+        ),
+    ],
+)
+def test_short_epochs_and_accumulated_steps_log_one_point_each(
+    words: str, steps: list[int], tmp_path: Path
+) -> None:  # pain 40
+    result = train(compose([*SHORT, f"log_dir={tmp_path}", *words.split()]))
+    assert [event.step for event in events(result).Scalars("train/loss")] == steps
 
 
 def test_hparams_hold_final_metrics_and_no_placeholder(digits: Result) -> None:  # pain 41
     log = events(digits)
     assert "hp_metric" not in log.Tags()["scalars"]
-    content = plugin_data_pb2.HParamsPluginData.FromString(
-        log.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    )
-    named = {info.name.tag for info in content.experiment.metric_infos}
-    assert {"val/loss", "val/acc", "test/acc"} <= named
-    assert {"module/lr", "strategy", "seed"} <= {info.name for info in content.experiment.hparam_infos}
+    content = log.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    assert {"val/loss", "val/acc", "test/acc"} <= {info.name.tag for info in experiment.metric_infos}
+    assert {"module/lr", "strategy", "seed"} <= {info.name for info in experiment.hparam_infos}
     for tag in ("val/loss", "test/acc"):
         assert log.Scalars(tag)[-1].value == pytest.approx(digits.metrics[tag], abs=1e-6)
 
 
-def test_composed_config_is_in_the_text_tab(digits: Result) -> None:
-    (event,) = events(digits).Tensors("config/text_summary")
-    text = event.tensor_proto.string_val[0].decode()
-    assert "evener.strategies.SingleDeviceStrategy" in text
-    assert "log_every_n_steps: 5" in text
-
-
-@pytest.mark.parametrize("mode", ["validate", "test", "predict"])
+@pytest.mark.parametrize("mode", ["validate", "predict"])
 def test_other_modes_read_a_checkpoint(mode: str, digits: Result, tmp_path: Path) -> None:
     result = train(compose([*SHORT, f"log_dir={tmp_path}", f"mode={mode}", f"resume={digits.best_checkpoint}"]))
-    if mode == "predict":
+    if mode == "validate":
+        assert result.metrics["val/loss"] == pytest.approx(digits.monitored)
+    else:
         assert result.predictions is not None
         assert sum(len(batch) for batch in torch.load(result.predictions, weights_only=True)) > 100
-    elif mode == "test":
-        assert result.metrics["test/acc"] == pytest.approx(digits.metrics["test/acc"], abs=1e-6)
-    else:
-        assert set(result.metrics) >= {"val/loss", "val/acc"}
 
 
 def test_resume_best_reads_the_best_checkpoint_of_the_newest_run(digits: Result, tmp_path: Path) -> None:
@@ -197,13 +188,10 @@ MISTAKES = [
     ("strategy=dpp", r"strategy=dpp is unknown\. Choose one of: .*ddp.*single_device"),
     ("stratgy=ddp", r"stratgy is unknown\. Did you mean strategy\?$"),
     ("trainer.max_epoch=3", r"trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"),
-    ("trainer.max_epochs=1 -m max_epochs=3", r"max_epochs is unknown\. Did you mean trainer\.max_epochs"),
     ("data.xy=3", r"data\.xy is unknown: neither a key nor a group.* \+data\.xy=3"),
     ("strategy=ddp strategy.gpu0_chunk=2", r"is not an option of strategy=ddp, but of strategy=balanced_dp\.$"),
     ("strategy=dp devices=[0,1,foo]", r"devices: 'foo' is not a device"),
     ("strategy=dp devices=[0,1]", r"devices=\[0, 1\]: the CPU has no indices\. Give a count \(devices=2\) or names "),
-    ("strategy=dp devices=[0,cpu]", r"devices=\[0,cpu\] has indices and names\. Give names only"),
-    ("devices=-3", r"devices=-3: at least one device is needed"),
     ("devices=2 accelerator=cpu", r"single_device: 2 devices were given, but it uses exactly one"),
     ("devices=0,1", r"Ambiguous value for argument 'devices=0,1'\. For a list use brackets.*for a sweep add -m"),
     ("accelerator=cuda devices=999", r"this machine has (no such device|\d+ of type cuda)"),
@@ -211,28 +199,23 @@ MISTAKES = [
     ("num_nodes=2 strategy=ddp accelerator=cpu", r"num_nodes=2 needs an external launcher .*torchrun --nnodes=2"),
     ("mode=tset", r"mode=tset is unknown\. Choose one of fit, .*, plan\. Did you mean mode=test"),
     ("resume=null config=run", r"config=run takes .* Name it with resume=last"),
-    ("config=runn", r"config=runn is not allowed\. Give run or null"),
     ("resume=missing.ckpt", r"resume=missing\.ckpt does not exist"),
     ("resume=last", r"resume=last: no checkpoint found under"),
-    ("resume=best", r"resume=best: no checkpoint found under"),
     ("module._target_=no.such.Module", r"module\._target_=no\.such\.Module can't be imported: No module named 'no'"),
     (
         "module._target_=test_train.FromTheOtherNamespace",
         r"derives from lightning's .* Evener runs pytorch_lightning here, which is a different package",
     ),
     ("+module.nonsense=1", r"module\.nonsense is not an option of .*DigitsClassifier\. It takes lr, weight_decay"),
-    ("+module.chanels=1", r"is not an option of .*DigitsClassifier\. Did you mean module\.channels\?"),
     ("data=custom data._target_=test_train.Theirs +data.batch_size=0", r"data\.batch_size=0 is not allowed\."),
     ("data=custom data._target_=test_train.Theirs", r"data: .*Theirs needs batch_size\. Give \+data\.batch_size="),
     (
         "module._target_=evener.examples.digits.DigitsClasifier",
         r"has no DigitsClasifier; it has DigitsClassifier\. Did you mean .*\.digits\.DigitsClassifier\?$",
     ),
-    ("module._target_=evener.examples.digit.X", r"has no digit\.X; .*Did you mean evener\.examples\.digits\?$"),
     ("module=custom data=digits module._target_=pytorch_lightning.LightningModule", r"No `training_step\(\)` method"),
     ("module=custom", r"incomplete: module\._target_ has no value\. Give module\._target_="),
     ("module=custom module.lr=0.1", r"not in module=custom\. Add it with \+module\.lr=0\.1\.$"),
-    ("module=custom lr=0.1", r"lr is unknown: .*; \+module\.lr=0\.1 adds an option to your class\."),
     (
         "module=custom module._target_=test_train.Scored",
         r"data=digits is the example's, and module=custom is yours\. Give data=custom .*, data=none .*, or data=digits",
@@ -244,13 +227,11 @@ MISTAKES = [
     ("module=char_lm", r"reads data\.max_length, which DigitsDataModule does not have. Choose data=char_lm, or"),
     ("trainer.max_epochs=${strategy.nope}", r"which SingleDeviceStrategy does not have. Choose a strategy that has"),
     ("trainer.max_epochs=${nope}", r"The configuration is incomplete: .*nope"),
-    ("+number=-5 trainer.max_epochs=${number}", r"trainer\.max_epochs=-5 is not allowed"),  # what another reads is read
     ("+lr=0.1", r"^Error: lr is read by nothing, so that it would change nothing\. .* group: \+module\.lr=0\.1 or"),
     ("precision=fp16", r"^Error: precision=fp16 is unknown\. Did you mean 16-mixed\?$"),
     ("trainer.gradient_clip_algorithm=nrom", r"clip_algorithm=nrom is not allowed\. Give norm, value or null\."),
     ("logger=null", r"A config group can't be null\. Choose one of its options, such as logger=none"),
     ("--resolve", r"--resolve flag can only be used"),
-    ("lr=[1", r"lr=\[1 can't be parsed .* Quote values that contain"),
     ("name=a=b", r"name=a=b can't be parsed .* such as \"name='a=b'\""),
     ("log_dir=/dev/null", r"null.* can't be written \(Not a directory\)\. Set log_dir to a writable directory"),
 ]
@@ -293,30 +274,14 @@ def test_python_composes_a_project_and_is_told_mistakes(tmp_path: Path) -> None:
     project = Path(__file__).parents[2] / "examples" / "user_project" / "conf"
     cfg = compose(["strategy=dp"], config_name="project", config_dir=project)
     assert cfg.strategy._target_.endswith("DataParallelStrategy")
+    own = ["module=custom", "module._target_=test_train.Scored"]
+    assert [compose([*own, "data=none", *name]).name for name in ([], ["name=mine"])] == ["Scored", "mine"]
     with pytest.raises(ConfigError, match=r"^trainer\.max_epoch is unknown\. Did you mean trainer\.max_epochs\?$"):
         compose(["trainer.max_epoch=3"], config_name="project", config_dir=project)
     with pytest.raises(ConfigError, match=r"^strategy=dpp is unknown"):
         compose(["strategy=dpp"])
     with pytest.raises(ConfigError, match=r"has no train\.yaml\. Give the root configuration's name"):
         compose(config_dir=tmp_path)
-
-
-def test_an_own_module_on_an_examples_data_is_refused_in_python_too() -> None:
-    own = ["module=custom", "module._target_=test_train.Scored"]
-    with pytest.raises(ConfigError, match="data=digits is the example's"):
-        compose(own)
-    assert compose([*own, "data=none"]).name == "Scored"
-    assert compose(["module=char_lm", "data=char_lm"]).name == "char_lm"
-    assert compose(["module=char_lm", "data=char_lm", "name=mine"]).name == "mine"
-
-
-@pytest.mark.long
-def test_a_refusal_exits_1_without_a_traceback(tmp_path: Path) -> None:
-    run = warm_python.run("-m", "evener.trainer", "devices=0", cwd=tmp_path)
-    assert run.returncode == 1
-    assert run.stderr.strip().startswith("Error: devices=0: at least one device is needed.")
-    assert "Traceback" not in run.stderr
-    assert len(run.stderr.strip().splitlines()) == 1, run.stderr
 
 
 def test_a_mistake_found_after_composing_leaves_no_directory_and_its_traceback_is_shown_on_request(

@@ -25,33 +25,22 @@ class Overflowing(Net):
             local.fill_(torch.inf)
 
 
-def train(strategy: Any, num: int, norm_type: float) -> list[float]:
+def observed(num: int) -> tuple[list[float], Tensor]:
+    """Norms of two kinds, and the weights after a training of which one step is skipped."""
     tape = Points()
-    pl.seed_everything(7, verbose=False)
-    options: dict[str, Any] = {"logger": tape, "log_every_n_steps": 1, "callbacks": [GradientNorm(norm_type)]}
-    quiet_trainer(strategy, num, **options).fit(Net(), DataLoader(Numbered(), 6))
-    return [value for _, value in tape.of("gradient/norm")]
-
-
-def observed(num: int) -> tuple[list[float], list[float], Tensor]:
-    """Norms of two kinds, and the weights after a step that is skipped."""
-
-    def strategy() -> Any:
-        return FSDPStrategy(batch_size_is="global", timeout_s=60) if num > 1 else SingleDeviceStrategy()
-
-    norms = [train(strategy(), num, norm_type) for norm_type in (2.0, torch.inf)]
-    pl.seed_everything(7, verbose=False)
-    module = Overflowing()
-    quiet_trainer(strategy(), num, detect_nonfinite="skip_step").fit(module, DataLoader(Numbered(), 6))
-    return norms[0], norms[1], weights(module)
+    for norm_type in (2.0, torch.inf):
+        pl.seed_everything(7, verbose=False)
+        strategy = FSDPStrategy(batch_size_is="global", timeout_s=60) if num > 1 else SingleDeviceStrategy()
+        options: dict[str, Any] = {"logger": tape, "log_every_n_steps": 1, "detect_nonfinite": "skip_step"}
+        trainer = quiet_trainer(strategy, num, callbacks=[GradientNorm(norm_type)], **options)
+        trainer.fit(module := Overflowing(), DataLoader(Numbered(), 6))
+    return [value for _, value in tape.of("gradient/norm")], weights(module)
 
 
 @pytest.mark.slow
 def test_norms_and_nonfinite_gradients_are_those_of_all_shards() -> None:
-    euclidean, largest, skipped = observed(1)
+    norms, skipped = observed(1)
     assert skipped.isfinite().all()
-    for rank, found in enumerate(run_ranks(observed, 2, 2, timeout_s=200)):
-        if rank == 0:
-            assert found[0] == pytest.approx(euclidean, abs=1e-10)
-            assert found[1] == pytest.approx(largest, abs=1e-10)
-        torch.testing.assert_close(found[2], skipped, rtol=0, atol=1e-10)
+    (found, trained), (_, also) = run_ranks(observed, 2, 2, timeout_s=200)
+    assert found == pytest.approx(norms, abs=1e-10)
+    torch.testing.assert_close([trained, also], [skipped] * 2, rtol=0, atol=1e-10)

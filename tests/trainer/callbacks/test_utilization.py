@@ -1,7 +1,6 @@
 """Operations are counted on fake tensors, once, and leave no trace in the module."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.examples.char_lm import CharLM
 from evener.examples.stdlib_text import VOCABULARY_SIZE
-from evener.strategies.core import devices
 from evener.trainer.callbacks import RunSummary, Utilization
 from evener.trainer.callbacks.step_times import StepClock
 from evener.trainer.callbacks.utilization import count_flops, peak_flops
 
 
-@pytest.mark.parametrize("size", [{}, {"width": 128, "num_blocks": 2, "num_heads": 8}])
-def test_the_count_of_char_lm_is_within_two_percent_of_the_formula(size: dict[str, int]) -> None:
-    module = CharLM(**size)
-    width, blocks, num, length = size.get("width", 64), size.get("num_blocks", 4), 3, 32
+def test_the_count_of_char_lm_is_within_two_percent_of_the_formula() -> None:
+    module, width, blocks, num, length = CharLM(width=64, num_blocks=4), 64, 4, 3, 32
     # forward, per token: 12 width² weights a block, two operations each; scores and their sums over all positions;
     # the head. The last character has no successor. Backward costs twice as much
     forward = num * length * (blocks * (24 * width**2 + 4 * length * width) + 2 * width * VOCABULARY_SIZE)
@@ -116,50 +112,6 @@ def test_a_step_that_reads_values_is_not_counted_and_says_so(caplog: pytest.LogC
 
 
 def test_the_peak_of_a_known_device_is_looked_up_and_another_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    device: Any = SimpleNamespace(type="cuda")
-    for name, precision, peak in (
-        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989e12),
-        ("NVIDIA H100 PCIe", "16-true", 756e12),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(device, precision) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == 989e12
     assert 1e8 < peak_flops(torch.device("cpu"), "32-true") < 1e14
-
-
-def test_what_a_device_computes_is_measured_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake device that finishes its work 3 s after the host has queued it."""
-    now = SimpleNamespace(s=100.0)
-    waits: list[float] = []
-
-    class Event:
-        def __init__(self, device: torch.device, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: str) -> None:
-            assert stream == "stream of cuda:1"
-            self.at = now.s + 3
-
-        def query(self) -> bool:
-            return now.s >= self.at
-
-        def synchronize(self) -> None:
-            if not self.query():
-                waits.append(self.at)
-
-        def elapsed_time(self, end: Any) -> float:
-            return (end.at - self.at) * 1000
-
-    monkeypatch.setattr(devices.torch, "Event", Event)
-    monkeypatch.setattr(devices, "current_stream", lambda device: f"stream of {device}")
-    clock = StepClock(lambda: now.s)
-    clock.measure_on(torch.device("cuda", 1))
-    clock.go()
-    for _ in range(4):
-        clock.enter("forward")
-        now.s += 2
-        clock.enter(None)
-        clock.num_samples += 8
-    assert waits == []
-    times = clock.read(num_steps=4, data_wait_s=0.0)
-    assert times["compute_ms"] == pytest.approx(2000)
-    assert waits == [109.0, 111.0]  # the others had finished when a later batch ended

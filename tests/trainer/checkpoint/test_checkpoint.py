@@ -33,8 +33,7 @@ def step_of(path: Path | str) -> int:
 BEST_2 = ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
 POLICIES: dict[str, tuple[list[float], dict[str, Any], list[str]]] = {
     "the best by score": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2}, BEST_2),
-    "in the background": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "background": True}, BEST_2),
-    "async": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "async": True}, BEST_2),
+    "in the background": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "async": True}, BEST_2),
     "steps are counted over epochs": (
         [0.0] * 3, {"every_n_steps": 3, "save_top_k": -1},
         ["epoch001-step000003.ckpt", "epoch002-step000006.ckpt", "last.ckpt"],
@@ -50,7 +49,7 @@ POLICIES: dict[str, tuple[list[float], dict[str, Any], list[str]]] = {
 def test_a_policy_keeps_its_files(name: str, tmp_path: Path) -> None:
     scores, options, kept = POLICIES[name]
     callback = Checkpoint(tmp_path, **options)
-    assert callback._background is ("background" in options or "async" in options)
+    assert callback._background is ("async" in options)
     fit(Scored(scores), callback)
     assert names(tmp_path) == kept
     assert step_of(tmp_path / "last.ckpt") == 2 * len(scores)
@@ -59,31 +58,20 @@ def test_a_policy_keeps_its_files(name: str, tmp_path: Path) -> None:
     assert os.path.samefile(tmp_path / kept[-2], tmp_path / "last.ckpt"), "the last takes no room of its own"
 
 
-def test_a_metric_of_later_validations_is_waited_for(tmp_path: Path) -> None:
+def test_a_metric_of_later_validations_is_waited_for_and_two_triggers_are_refused(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path, monitor="val/loss", every_n_epochs=1)
     fit(Scored([9, 0.4, 9, 0.5]), callback, check_val_every_n_epoch=2)
     assert names(tmp_path) == ["epoch001-step000004.ckpt", "last.ckpt"]
-
-
-def test_two_triggers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"at most one trigger, got every_n_steps=3 and interval_s=2\.0"):
         Checkpoint(every_n_steps=3, interval_s=2.0)
 
 
-def test_find_newest_looks_through_all_runs_of_an_experiment(tmp_path: Path) -> None:
-    assert find_newest(tmp_path) is None
-    for time, name in [(10, "a/checkpoints/last.ckpt"), (30, "b/checkpoints/last.ckpt"), (20, "c/checkpoints/x.ckpt")]:
-        path = tmp_path / name
-        write({"state_dict": {}}, path)
-        os.utime(path, (time, time))
-    assert find_newest(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
-
-
-def test_find_best_takes_the_lowest_score_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
-    assert find_best(tmp_path) is None
+def test_of_all_runs_the_newest_file_and_the_lowest_score_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
+    assert find_newest(tmp_path) is find_best(tmp_path) is None
     for run, losses in [("old", [0.1, 0.6]), ("new", [0.5, 0.2, 0.9])]:
         fit(Scored(losses), Checkpoint(tmp_path / run, monitor="val/loss"))
     write({"state_dict": {}}, tmp_path / "unranked" / "last.ckpt")
+    assert find_newest(tmp_path) == tmp_path / "unranked" / "last.ckpt"
     assert find_best(tmp_path) == tmp_path / "new" / "epoch001-step000004.ckpt"
     (tmp_path / "new").rename(tmp_path / "moved")
     assert find_best(tmp_path) == tmp_path / "moved" / "epoch001-step000004.ckpt"
@@ -117,37 +105,27 @@ TRIGGERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("trigger", TRIGGERS)
 @pytest.mark.parametrize("val_check_interval", [0.5, 1.0])
-def test_the_best_file_is_the_model_that_scored(trigger: str, val_check_interval: float, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    callback = Checkpoint(tmp_path, monitor="val/loss", **TRIGGERS[trigger])
-    model = Noisy()
-    options: dict[str, Any] = {"num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
-    fit(model, callback, max_epochs=3, **options)
-    validator = quiet(callbacks=[callback], limit_val_batches=1)
-    score = callback.best_model_score
-    validator.validate(model, ckpt_path=callback.best_model_path, verbose=False)
-    assert score is not None
-    assert float(validator.callback_metrics["val/loss"]) == float(score)
-    scored = model.validated[:-1]
-    assert float(score) == min(scored)
-    assert len(set(scored)) > 2
-
-
-@pytest.mark.parametrize("trigger", TRIGGERS)
-def test_last_is_always_the_newest_and_no_link_dangles(trigger: str, tmp_path: Path) -> None:
+def test_the_best_file_is_the_model_that_scored_and_last_is_always_the_newest(
+    trigger: str, val_check_interval: float, tmp_path: Path
+) -> None:
     seen: list[tuple[int, int]] = []
 
     class Look(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            newest = max(tmp_path.glob("*.ckpt"), key=step_of, default=None)
-            if newest is not None:
-                seen.append((step_of(tmp_path / "last.ckpt"), step_of(newest)))
+        def on_train_batch_start(self, *_: Any) -> None:
+            if files := list(tmp_path.glob("*.ckpt")):
+                seen.append((step_of(tmp_path / "last.ckpt"), max(map(step_of, files))))
 
-    callback = Checkpoint(tmp_path, monitor="val/loss", save_top_k=-1, **TRIGGERS[trigger])
-    fit(Noisy(), callback, Look(), max_epochs=3)
+    torch.manual_seed(1)
+    callback, model = Checkpoint(tmp_path, monitor="val/loss", save_top_k=-1, **TRIGGERS[trigger]), Noisy()
+    options: dict[str, Any] = {"num_sanity_val_steps": 0, "val_check_interval": val_check_interval}
+    fit(model, callback, Look(), max_epochs=3, **options)
     assert seen
     assert all(last == newest for last, newest in seen)
     assert step_of(callback.last_model_path) == 12
+    validator, scored = quiet(callbacks=[callback], limit_val_batches=1), list(model.validated)
+    validator.validate(model, ckpt_path=callback.best_model_path, verbose=False)
+    assert float(validator.callback_metrics["val/loss"]) == float(callback.best_model_score or 0) == min(scored)
+    assert len(set(scored)) > 2
 
 
 def test_the_best_score_survives_a_resume_into_a_new_directory_with_another_trigger(tmp_path: Path) -> None:
@@ -218,12 +196,3 @@ def test_a_torn_file_to_resume_from_is_replaced_by_the_newest_good_one(
     write({"state_dict": {}}, tmp_path / "another_run" / "last.ckpt")
     with pytest.raises(CheckpointError, match=r"last\.ckpt can't be used, and its directory has no other valid"):
         good_or_newest(torn)
-
-
-def test_two_callbacks_with_different_triggers_save_side_by_side_and_resume(tmp_path: Path) -> None:
-    for scores, resume in (([1.0], None), ([1.0, 0.5], tmp_path / "epochs/last.ckpt")):
-        by_epoch = Checkpoint(tmp_path / "epochs", every_n_epochs=1, save_top_k=-1)
-        by_step = Checkpoint(tmp_path / "steps", every_n_steps=2, save_top_k=-1)
-        fit(Scored(scores), by_epoch, by_step, resume=resume)
-    assert names(tmp_path / "epochs") == ["epoch000-step000002.ckpt", "epoch001-step000004.ckpt", "last.ckpt"]
-    assert names(tmp_path / "steps") == ["epoch000-step000002.ckpt", "epoch001-step000004.ckpt", "last.ckpt"]

@@ -105,7 +105,7 @@ def test_a_config_given_as_all_hyperparameters_comes_back(tmp_path: Path) -> Non
     assert OmegaConf.to_container(loaded.cfg, resolve=False) == {"net": {"width": 3, "out": "${.width}"}}
     assert loaded.layer.weight.shape == (1, 3)
     other = Whole.load_from_checkpoint(path, cfg=OmegaConf.create({"net": {"width": 3}, "own": 1}))
-    assert other.cfg.own == 1
+    assert other.cfg.own == 1, "what is given counts"
 
 
 def test_what_the_signature_names_comes_back_as_what_it_was(tmp_path: Path) -> None:
@@ -138,12 +138,6 @@ def test_a_class_that_the_signature_does_not_name_stays_plain_and_is_told_once(
     assert "The hyperparameter rest.1 was a builtins.function; it is loaded as '<function relu" in caplog.text
 
 
-def test_what_is_given_to_load_from_checkpoint_counts(tmp_path: Path) -> None:
-    path = saved(Net(where=Path("a"), cfg=OmegaConf.create({"a": 1})), tmp_path)
-    found: Any = Net.load_from_checkpoint(path, where="given", cfg={"b": 2}).hparams
-    assert (found.where, found.cfg) == ("given", {"b": 2})
-
-
 class RunsCode:
     def __init__(self) -> None:
         raise AssertionError("a class of the file's choice was called")
@@ -152,14 +146,11 @@ class RunsCode:
 @pytest.mark.parametrize(
     "kinds",
     [
-        7, {"hyper_parameters": 7}, {"hyper_parameters": [7]}, {"hyper_parameters": [[[[1]], "path", None]]},
-        {"hyper_parameters": [[["rest"], "path", None]]}, {"hyper_parameters": [[["rest"], "none", None]]},
+        7, {"hyper_parameters": [[[[1]], "path", None]]}, {"hyper_parameters": [[["rest"], "none", None]]},
         {"hyper_parameters": [[["rest"], "dataclass", "test_hparams.RunsCode"]]},
         {"hyper_parameters": [[["rest"], "dataclass", "test_hparams.Plan"]]},
         {"hyper_parameters": [[["rest"], "enum", ["this.left", None]]]},
-        {"hyper_parameters": [[["rest"], "enum", 3]]}, {"hyper_parameters": [[["rest"], "timedelta", None]]},
         {"hyper_parameters": [[["rest"], "config", {"texts": [[["a"], "${eval:1}"]]}]]},
-        {"hyper_parameters": [[["rest"], "config", {"texts": [[["no", "such"], "${a}"]], "type": 3}]]},
     ],
 )  # fmt: skip
 def test_a_crafted_kind_leaves_plain_data_and_runs_nothing(kinds: Any, tmp_path: Path) -> None:
@@ -172,14 +163,6 @@ def test_a_crafted_kind_leaves_plain_data_and_runs_nothing(kinds: Any, tmp_path:
     assert found.rest == {"a": "${eval:1}"}
     assert not called
     assert set(sys.modules) == before
-
-
-def test_a_resolver_is_not_called_by_what_is_loaded(tmp_path: Path) -> None:
-    calls: list[Any] = []
-    OmegaConf.register_new_resolver("count", lambda: calls.append(1) or len(calls), replace=True)
-    found = come_back(tmp_path, cfg=OmegaConf.create({"number": "${count:}", "never": "${none_such:1}"}))
-    assert len(calls) == 1
-    assert OmegaConf.to_container(found.cfg, resolve=True) == {"number": 1, "never": "${none_such:1}"}
 
 
 def test_hooks_and_resumed_runs_see_what_was_saved(tmp_path: Path) -> None:

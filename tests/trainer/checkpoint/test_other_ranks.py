@@ -14,7 +14,7 @@ import torch
 from distributed import RankError, run_ranks, run_script
 from tiny import quiet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.wrappers import Running
 
@@ -33,7 +33,6 @@ STRATEGIES: dict[str, Callable[[int], Any]] = {
     "ddp": lambda num: DDPStrategy(batch_size_is="global", timeout_s=120),
     "ddp_per_device": lambda num: DDPStrategy(timeout_s=120),
     "balanced_ddp": lambda num: BalancedDDPStrategy(weights=[1.0 + i % 3 for i in range(num)], timeout_s=120),
-    "balanced_auto": lambda num: BalancedDDPStrategy(timeout_s=120),
     "ddp_model_parallel": lambda num: DDPModelParallelStrategy(batch_size_is="global", timeout_s=120),
 }
 DEVICES = {"dp": 2, "model_parallel": 2}
@@ -77,34 +76,6 @@ class DrawsAnew(Sampler[int]):
             yield rest.pop(int(torch.randint(len(rest), ())))
 
 
-class OwnGenerator(Sampler[list[int]]):
-    """A batch sampler that draws from a generator of its own, which goes on from epoch to epoch."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(5)
-
-    def __len__(self) -> int:
-        return BATCHES_PER_EPOCH
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(NUM_SAMPLES, generator=self.generator)
-        yield from (part.tolist() for part in order.split(GLOBAL_BATCH))
-
-
-def _weighted() -> Sampler[int]:
-    return WeightedRandomSampler([1.0 + i % 4 for i in range(NUM_SAMPLES)], NUM_SAMPLES)
-
-
-ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "in_order": lambda: {"batch_size": GLOBAL_BATCH},
-    "stream": lambda: {"batch_size": GLOBAL_BATCH},
-    "shuffle": lambda: {"batch_size": GLOBAL_BATCH, "shuffle": True},
-    "draws_anew": lambda: {"batch_size": GLOBAL_BATCH, "sampler": DrawsAnew()},
-    "repeats": lambda: {"batch_size": GLOBAL_BATCH, "sampler": _weighted()},
-    "own_generator": lambda: {"batch_sampler": OwnGenerator()},
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """A way to train; the trainer's options are those of every leg."""
@@ -118,7 +89,8 @@ class Case:
     def loader(self) -> DataLoader[Any]:
         data: Any = Streamed() if self.order == "stream" else Numbered()
         context = {"multiprocessing_context": "fork"} if self.num_workers else {}
-        return DataLoader(data, num_workers=self.num_workers, **context, **ORDERS[self.order]())
+        order = {"sampler": DrawsAnew()} if self.order == "draws_anew" else {"shuffle": self.order == "shuffle"}
+        return DataLoader(data, GLOBAL_BATCH, num_workers=self.num_workers, **order, **context)
 
 
 class Recorded(pl.LightningModule):
@@ -282,21 +254,3 @@ def test_a_metric_that_cant_be_carried_over_is_refused_by_name(tmp_path: Path) -
     leg(tmp_path, case, "ddp", 2, (0, 2))
     with pytest.raises(RankError, match=r"what Running \(window\) has collected since can't be carried over"):
         leg(tmp_path, case, "single_device", 1, None)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(40))
-def test_any_strategy_goes_on_from_any_other(seed: int, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    order, num_workers = draw.choice([name for name in ORDERS if name != "stream"]), draw.choice([0, 2])
-    accumulation = {"accumulate_grad_batches": 3, "exact_accumulation": num_workers == 0}
-    case = Case(order, num_workers, accumulation, given_size=num_workers > 0)
-    names = draw.choices([name for name in STRATEGIES if name != "ddp_per_device"], k=3)
-    prove(tmp_path, case, [(name, _drawn_number(draw, name)) for name in names], [(0, 2), (1, 1)])
-
-
-def _drawn_number(draw: random.Random, strategy: str) -> int:
-    if strategy in IN_ONE_PROCESS:
-        return 1
-    return draw.choice([2, 3] if strategy == "ddp_model_parallel" else [1, 2, 3, 7])

@@ -70,6 +70,9 @@ def test_of_a_snapshot_and_a_checkpoint_the_newer_is_taken(tmp_path: Path) -> No
     later = (tmp_path / "last.ckpt").stat().st_mtime_ns + 1
     os.utime(memory, ns=(later, later))
     assert find_newest(tmp_path, memory) == memory
+    # of a run that failed for good it moves to the disk
+    assert move_to_disk(tmp_path) == tmp_path / "snapshot.ckpt" == find_newest(tmp_path)
+    assert saved_in_memory(tmp_path) is move_to_disk(tmp_path) is None
 
 
 @pytest.mark.parametrize("what", ["incomplete", "corrupted"])
@@ -112,13 +115,6 @@ def test_the_snapshot_before_is_whole_while_the_next_is_written(
     assert len(list(memory.parent.iterdir())) <= 4, "the snapshot, two to write over, and the run's name"
     resumed = fit(tmp_path, None, memory)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
-
-
-def test_the_snapshot_of_a_run_that_failed_for_good_moves_to_the_disk(tmp_path: Path) -> None:
-    fail(tmp_path, 9, 2)
-    assert move_to_disk(tmp_path) == tmp_path / "snapshot.ckpt" == find_newest(tmp_path)
-    assert saved_in_memory(tmp_path) is None
-    assert move_to_disk(tmp_path) is None
 
 
 def test_snapshots_without_memory_or_at_no_interval_are_refused(

@@ -136,25 +136,28 @@ def test_a_ctrl_c_while_python_itself_ends_leaves_no_traceback(tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_directory_that_is_not_utf_8_is_refused_in_a_sentence(given: bool, tmp_path: Path) -> None:
+def test_a_directory_that_is_not_utf_8_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (folder := Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))).mkdir()
-    words = command(tmp_path, f"log_dir={folder if given else ''}/logs".replace("=/", "="))
-    done = warm_python.run(*words, env=environment(tmp_path), cwd=folder)
+    done = warm_python.run(*command(tmp_path, "log_dir=logs"), env=environment(tmp_path), cwd=folder)
     assert done.returncode == 1
     assert re.search(r"Error: '?(log|run)_dir=.*/\\udcff.* is not UTF-8, so that", done.stderr)
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("content", [b"module: [", b"\xff\xfe", b"- 1"])
-def test_a_damaged_configuration_of_an_earlier_run_is_named(content: bytes, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
-    (tmp_path / "run" / ".hydra").mkdir()
-    (tmp_path / "run" / ".hydra" / "config.yaml").write_bytes(content)
+def test_a_damaged_configuration_of_an_earlier_run_is_named(tmp_path: Path) -> None:
+    for folder in ("checkpoints", ".hydra"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    (checkpoint := tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_bytes(b"\xff\xfe")
     done = run(tmp_path, "config=run", f"resume={checkpoint}")
     assert done.returncode == 1
     assert done.stderr.startswith("Error: config=run: ")
     assert ".hydra/config.yaml" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_all_frames_are_shown_on_request(tmp_path: Path) -> None:
+    words = command(tmp_path, "+module.fault=exit 3")
+    done = warm_python.run(*words, env={**environment(tmp_path), "HYDRA_FULL_ERROR": "1"}, cwd=tmp_path)
+    assert "in misbehave" in done.stderr
+    assert "site-packages" in done.stderr

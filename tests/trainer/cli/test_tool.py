@@ -37,23 +37,14 @@ def evener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-@pytest.mark.parametrize("words", ["--version", "train --version"])
-def test_the_version_is_the_distributions(words: str, evener: Command) -> None:
-    status, told = evener(words)
-    assert status in (0, None)
-    assert told.strip() == f"evener {version('evener')}"
-
-
-@pytest.mark.parametrize("words", ["", "--help", *(f"{word} --help" for word in tool.WORDS)])
-def test_every_command_has_help_and_is_listed_without_a_word(words: str, evener: Command) -> None:
-    status, told = evener(words)
-    assert status in (0, None)
-    assert len(told) > 60
-    assert words or [word for word in tool.WORDS if f"    {word}" not in told] == []
-
-
-def test_strategies_lists_all_of_them(evener: Command) -> None:
-    _, told = evener("strategies")
+def test_every_command_has_help_and_is_listed_and_strategies_lists_all_of_them(evener: Command) -> None:
+    for words in ("--help", *(f"{word} --help" for word in tool.WORDS)):
+        status, told = evener(words)
+        assert status in (0, None)
+        assert len(told) > 60
+    assert [word for word in tool.WORDS if f"    {word}" not in evener("")[1]] == []
+    assert evener("train --version")[1].strip() == evener("--version")[1].strip() == f"evener {version('evener')}"
+    told = evener("strategies")[1]
     assert [name for name in STRATEGIES if not re.search(rf"│ {name} +│ [A-Z]", told)] == []
 
 

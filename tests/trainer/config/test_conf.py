@@ -7,7 +7,7 @@ import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 import evener.conf
 from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
@@ -46,7 +46,7 @@ def test_every_group_policy_and_strategy_has_its_file() -> None:
     assert {f"strategy={name}" for name in STRATEGIES} <= set(CHOICES)
 
 
-NOT_BUILT = ("hydra=", "strategy=lightning_fsdp", "data=none", "logger=comet", "logger=mlflow", "logger=wandb")
+NOT_BUILT = ("hydra=", "strategy=lightning_fsdp", "logger=comet", "logger=mlflow", "logger=wandb")
 
 
 @pytest.mark.parametrize("choice", [choice for choice in CHOICES if not choice.startswith(NOT_BUILT)])
@@ -58,10 +58,6 @@ def test_every_choice_composes_and_builds(choice: str, tmp_path: Path) -> None:
     if group == "strategy" and option in STRATEGIES:
         assert type(parts.trainer.strategy) is STRATEGIES[option]
     assert parts.module is not None
-
-
-def test_without_a_data_config_the_module_brings_its_loaders(tmp_path: Path) -> None:
-    assert build(prepared(tmp_path, "data=none")).data is None
 
 
 def unexplained(file: Path) -> list[str]:
@@ -109,19 +105,6 @@ def test_keys_that_files_share_have_one_default_and_one_explanation() -> None:
     assert found - DIFFERING == {"model_parallel_size"}  # of dp: stages of each replica
     assert differing(*(f"strategy/{name}" for name in PACKAGE.files("strategy") if "ddp" in name)) == set()
     assert differing("checkpoint/last", "checkpoint/every_n_steps", "checkpoint/interval") == {"save_top_k"}
-
-
-def test_a_file_has_all_of_its_options() -> None:
-    assert PACKAGE.values("strategy/balanced_dp") == {
-        "_target_": "evener.strategies.BalancedDataParallelStrategy",
-        "submodule": None, "threads": None,
-        "gpu0_chunk": None, "weights": None, "objective": "time", "hysteresis": 0.02,
-        "batch_dims": None, "model_parallel_size": 1, "recompute": "never",
-        "verify": True, "global_view": "auto",
-    }  # fmt: skip
-    best = PACKAGE.values("checkpoint/best")
-    assert (best["save_top_k"], best["save_last"], best["every_n_epochs"], best["on_error"]) == (1, True, 1, "raise")
-    assert "filename" not in PACKAGE.values("checkpoint/last")
 
 
 def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
@@ -183,13 +166,6 @@ def test_the_configuration_is_printed_on_request(
     assert "${" not in told
 
 
-def test_resolved_config_has_no_interpolation_left_and_the_given_one_is_unchanged(tmp_path: Path) -> None:
-    cfg = compose([f"log_dir={tmp_path}"])
-    before = OmegaConf.to_yaml(cfg)
-    assert "${" not in OmegaConf.to_yaml(prepare(cfg))
-    assert OmegaConf.to_yaml(cfg) == before
-
-
 class OwnStrategy(SingleDeviceStrategy):
     """A user's own, which knows no option of the config that it is named in."""
 
@@ -200,7 +176,6 @@ class OwnStrategy(SingleDeviceStrategy):
 @pytest.mark.parametrize(
     ("file", "option", "value"),
     [
-        ("single_device", "recompute", "always"),
         ("model_parallel", "num_microbatches", 2),
         ("balanced_ddp", "hysteresis", 0.02),  # the default of another file, which was not chosen
         ("lightning_fsdp", "cpu_offload", "true"),

@@ -2,11 +2,9 @@
 
 import errno
 import inspect
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import pytorch_lightning as pl
@@ -14,12 +12,11 @@ from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.core.devices import resolve_devices
-from evener.strategies.core.options import Count, Positive, allows
 from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
 from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
-from evener.trainer.cli.train import compose, prepare, train, with_run_dir
+from evener.trainer.cli.train import compose, prepare, train
 from evener.trainer.config.checks import annotations, instantiate, verify_config, verify_nested, verify_options
 from evener.trainer.config.plain_values import ROOT
 from evener.trainer.job.log_file import error_sentence
@@ -27,36 +24,25 @@ from evener.trainer.launch.launcher import launch
 
 MISTAKES = [
     ("trainer.max_epochs=1.5", r"trainer\.max_epochs=1\.5 is not allowed\. Give a whole number >= -1 or null\."),
-    ("trainer.accumulate_grad_batches=-2", r"accumulate_grad_batches=-2 is not allowed\. Give a whole number >= 1\."),
-    ("trainer.check_val_every_n_epoch=0", r"n_epoch=0 is not allowed\. Give a whole number >= 1 or null\."),
     ("trainer.val_check_interval=0", r"val_check_interval=0 is not allowed\. Give a number > 0 or null\."),
     ("trainer.deterministic=perhaps", r"deterministic=perhaps is not allowed\. Give true, false, warn or null\."),
-    ("trainer.enable_progress_bar=x", r"enable_progress_bar=x is not allowed\. Give true, false or null\."),
     ("+trainer.strategy=ddp", r"trainer\.strategy would be ignored.* Use strategy=<name>\."),
     ("+trainer.logger=false", r"trainer\.logger would be ignored.* Use logger=<name>, or logger=none\."),
-    ("precision=float8", r"precision=float8 is not allowed\. Give .*bf16-mixed.* or null\."),
-    ("num_nodes=0", r"num_nodes=0 is not allowed\. Give a whole number >= 1\."),
     ("seed=4294967296", r"seed=4294967296 is not allowed\. Give .* < 4294967296 or null\."),
     ("name=../up", r"name='\.\./up' must be a relative path within log_dir"),
     ("name=null", r"name=null is not allowed\. Give text\."),
     ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
-    ("resume=true", r"resume=true is not allowed\. Give text or null\."),
     ("devices=null", r"devices=null is not allowed\. Give a whole number, .* Such as devices=2"),
-    ("launcher.max_restarts=-1", r"launcher\.max_restarts=-1 is not allowed\. Give a whole number >= 0\."),
-    ("launcher.monitor_interval_s=0", r"launcher\.monitor_interval_s=0 is not allowed\. Give a number > 0\."),
-    ("device_memory_gb=0", r"device_memory_gb=0 is not allowed\. Give a number > 0 or null\."),
     ("compare.options=3", r"compare\.options=3 is not allowed\. Give a mapping\."),
-    ("data.batch_size=0", r"data\.batch_size=0 is not allowed\. Give a whole number >= 1\."),
     ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number >= 0\."),
     (
         "strategy=ddp_model_parallel +strategy.num_microbatch=2",
         r"num_microbatch is not an option .*Did you mean strategy.num_microbatches\?",
     ),
+    ("trainer.max_epochs=true", r"max_epochs=true is not allowed\. Give a whole number"),
+    ("strategy=ddp strategy.bucket_cap_mb=nan", r"bucket_cap_mb=nan is not allowed\. Give a number > 0 or null\."),
     ("strategy=ddp strategy.bucket_cap_mb=0", r"bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."),
-    ("strategy=ddp_model_parallel strategy.num_microbatches=0", r"num_microbatches=0 is not allowed\. Give a whole"),
     ("strategy=balanced_dp strategy.weights=x", r"weights=x is not allowed\. Give a list of numbers.* auto or null"),
-    ("strategy=ddp +strategy.find_unused=2", r"find_unused is not an option of .*DDPStrategy\. Did you mean"),
-    ("logger.tensorboard.flush_secs=x", r"flush_secs=x is not allowed\. Give a whole number >= 1\."),
 ]
 
 
@@ -79,34 +65,6 @@ def test_what_is_allowed_passes_and_a_name_of_digits_is_text_and_all_devices_are
     assert prepare(compose(["name=a/b c", f"run_dir={tmp_path}"])).name == "a/b c"
 
 
-@pytest.mark.parametrize(
-    ("hint", "value", "fits"),
-    [
-        (int, 3, True),
-        (Count, 0, False),
-        (Count | None, None, True),
-        (Sequence[Positive], [1, 0], False),
-        (Positive, float("nan"), False),
-        (int, True, False),
-        (float, 3, True),
-        (bool, 1, False),
-        (str, 3, False),
-        (int, None, False),
-        (Literal["a", 16], 16, True),
-        (Literal["a", False], 0, False),
-        (Sequence[float], [1, "x"], False),
-        (Sequence[str], "abc", False),
-        (tuple[int, ...], [1, 2], True),
-        (dict[str, Any], [1], False),
-        (pl.Callback, "early", False),
-        (pl.Callback, {"_target_": "some.Callback"}, True),
-        (Any, object(), True),
-    ],
-)
-def test_a_plain_value_fits_a_type(hint: Any, value: Any, fits: bool) -> None:
-    assert allows(hint, value) is fits
-
-
 class Theirs(pl.LightningModule):
     """A module of a user, whose annotation is not meant strictly."""
 
@@ -123,30 +81,10 @@ def test_typed_names_of_the_trainer_are_those_of_lightnings_and_ours() -> None:
     assert set(typed) == set(inspect.signature(pl.Trainer.__init__).parameters) - {"self", "strategy"}
 
 
-MISSPELT = """
-from evener.strategies import DDPStrategy
-from evener.trainer import Trainer
-
-Trainer(max_epochs=3, strategy=DDPStrategy(batch_size_is="global", find_unused_parameters=True))
-Trainer(max_epoch=3)
-"""
-
-
-@pytest.mark.slow
-def test_a_type_checker_finds_misspelt_arguments(tmp_path: Path) -> None:
-    (tmp_path / "misspelt.py").write_text(MISSPELT)
-    checker = Path(sys.executable).with_name("basedpyright")
-    command = [str(checker), "--pythonpath", sys.executable, "--level", "error", "misspelt.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
-    found = [line for line in done.stdout.splitlines() if "No parameter named" in line]
-    assert [line.split('"')[1] for line in found] == ["max_epoch"]
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda: DDPStrategy(bucket_cap_mb=0), r"ddp: bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."),
-        (lambda: DDPStrategy(timeout_s="soon"), "timeout_s=soon is not allowed"),
         (lambda: DDPStrategy(backend="smoke"), r"backend=smoke is not available in this build .*choose from .*gloo"),
         (lambda: StageOptions(partition=3), r"partition=3 is not allowed\. Give auto, manual or a .*names the first"),
         (lambda: Checkpoint(every_n_steps=0), r"Checkpoint: every_n_steps=0 is not allowed\. Give a whole"),
@@ -159,12 +97,9 @@ def test_options_are_refused_from_python_too(make: Any, sentence: str) -> None:
     verify_backend("cpu:gloo", "ddp")
 
 
-def test_a_strategy_of_one_process_refuses_several_nodes(tmp_path: Path) -> None:
+def test_several_machines_and_a_directory_are_refused_where_one_process_and_a_file_are_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_nodes must be 1 for a strategy of one process; got num_nodes=2"):
         launch(prepare(compose(["num_nodes=2", f"run_dir={tmp_path}"])))
-
-
-def test_a_directory_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is a directory\. Give a file in it, such as last\.ckpt, or resume=last"):
         prepare(compose([f"resume={tmp_path}", f"run_dir={tmp_path}"]))
 
@@ -173,14 +108,9 @@ def test_what_python_passes_by_mistake_is_told() -> None:
     given: Any = "strategy=ddp"
     with pytest.raises(ConfigError, match=r"Use compose\(\['strategy=ddp'\]\)"):
         compose(given)
-    for wrong in (given, {}, None, OmegaConf.create({})):
+    for wrong in (given, None, OmegaConf.create({})):
         with pytest.raises(ConfigError, match=r"expected a configuration, got .* Use train\(compose\(\[\.\.\.\]\)\)"):
             train(wrong)
-
-
-@pytest.mark.parametrize("name", ["ddp", "balanced_dp", "single_device", "fsdp"])
-def test_a_run_from_python_lies_where_the_command_puts_it(name: str) -> None:
-    assert Path(with_run_dir(compose([f"strategy={name}", "name=n"])).run_dir).parts[:3] == ("logs", "n", name)
 
 
 def test_a_full_disk_is_one_sentence() -> None:
@@ -195,29 +125,18 @@ def test_precisions_that_are_allowed_before_torch_is_imported_are_lightnings() -
     assert words(ROOT["precision"]) == words(annotations(pl.Trainer)["precision"][0])
 
 
-@pytest.mark.parametrize(
-    "target", ["os.system", "subprocess.Popen", "builtins.eval", "torch.load", "torch.hub.load", "pathlib.Path"]
-)
+@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "torch.load", "pathlib.Path"])
 def test_functions_and_pythons_own_classes_are_refused(target: str) -> None:
     with pytest.raises(ConfigError, match=rf"module\.parts\.0\._target_={target} is refused"):
         verify_nested("", {"module": {"parts": [{"_target_": target}]}})
     verify_nested("module", {"optimizer": {"_target_": "torch.optim.AdamW", "_partial_": True}})
 
 
-@pytest.mark.parametrize(
-    ("override", "kind"),
-    [
-        ("module._target_=torch.nn.Linear", "LightningModule"),
-        ("data._target_=evener.trainer.checkpoint.Checkpoint", "LightningDataModule"),
-        ("checkpoint._target_=torch.nn.Linear", "Callback"),
-        ("logger.tensorboard._target_=torch.nn.Linear", "Logger"),
-        ("strategy._target_=torch.nn.Linear", "Strategy"),
-    ],
-)
-def test_another_kind_is_refused_with_the_kind_expected(override: str, kind: str) -> None:
-    cfg: Any = compose([override, "run_dir=unused"])
+@pytest.mark.parametrize("override", ["module", "data", "checkpoint", "logger.tensorboard", "strategy"])
+def test_another_kind_is_refused_with_the_kind_expected(override: str) -> None:
+    kind = {"data": "LightningDataModule", "checkpoint": "Callback", "logger.tensorboard": "Logger"}.get(override, "")
     with pytest.raises(ConfigError, match=f"must be an? pytorch_lightning {kind}"):
-        verify_config(cfg)
+        verify_config(compose([f"{override}._target_=torch.nn.Linear", "run_dir=unused"]))
 
 
 class Near(pl.LightningModule):

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm_python
 from omegaconf import DictConfig, OmegaConf
 
 from evener.strategies import ConfigError
@@ -19,11 +17,6 @@ from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.job.earlier_run import checkpoint_of_name
 from evener.trainer.job.log_file import error_sentence, failure, report, users_frames
-from evener.trainer.job.result import WorkerError, discard_result
-from evener.trainer.job.run import Run
-
-ROOT = Path(__file__).parents[3]
-SUPPORT = ROOT / "tests" / "support"
 
 
 def config(folder: Path, *overrides: str) -> DictConfig:
@@ -41,38 +34,28 @@ class Fails(torch.nn.Module):
         raise ValueError("3 features\n    for a layer of 2")
 
 
-def test_the_frames_of_libraries_are_left_out() -> None:
+def test_the_frames_of_libraries_are_left_out_but_the_innermost_where_there_is_none_of_the_user() -> None:
     with pytest.raises(ValueError, match="3 features") as raised:
         Fails()(1)
-    first, *rest = users_frames(raised.value).splitlines()
-    assert first == "Traceback (most recent call last):"
-    assert [line.split(", in ")[1] for line in rest if line.startswith("  File")] == [
-        "test_the_frames_of_libraries_are_left_out", "forward",
-    ]  # fmt: skip
+    _, *rest = users_frames(raised.value).splitlines()
+    assert [line.rpartition(", in ")[2][:10] for line in rest if line.startswith("  File")] == ["test_the_f", "forward"]
     assert rest[-3:] == [
         "ValueError: 3 features",
         "    for a layer of 2",
         "(2 frames of libraries are left out; HYDRA_FULL_ERROR=1 shows them.)",  # _wrapped_call_impl and _call_impl
     ]
-
-
-def test_without_a_frame_of_the_user_the_innermost_is_kept() -> None:
     with pytest.raises(ValueError, match="Expecting") as raised:
         json.loads("{")
     own = raised.value.__traceback__
     shown = users_frames(raised.value.with_traceback(own and own.tb_next)).splitlines()
     assert shown[1].endswith(", in raw_decode")
-    assert shown[-2].startswith("json.decoder.JSONDecodeError")
 
 
 def test_a_file_that_the_user_misses_is_not_taken_for_the_runs_directory() -> None:
     # it was told as "can't be written (No such file or directory). Set log_dir to a writable directory."
     with pytest.raises(FileNotFoundError) as raised:
         Path("gone.csv").read_text()
-    told = error_sentence(raised.value)
-    assert told.startswith("Traceback")
-    assert "gone.csv" in told
-    assert "log_dir" not in told
+    assert "log_dir" not in error_sentence(raised.value)
 
 
 def test_a_failed_run_says_why_in_its_log_and_result(tmp_path: Path) -> None:
@@ -127,17 +110,6 @@ def test_of_several_ranks_the_first_gives_the_reason(tmp_path: Path, cfg: DictCo
     assert "rank 2 failed too: RuntimeError: rank 1 is gone" in text
 
 
-def test_a_restarted_run_has_the_reason_of_its_last_failure(
-    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert report_of(cfg, 1, "KeyError: 1")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    discard_result(tmp_path)  # as each start of the processes does
-    assert report_of(cfg, 0, "KeyError: 2")
-    result = Result.read(tmp_path)
-    assert (result.failed_rank, result.reason, result.num_restarts) == (0, "KeyError: 2", 1)
-
-
 def test_without_hard_links_the_first_rank_still_gives_the_reason(
     tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,44 +142,6 @@ def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig, m
     monkeypatch.undo()
     cfg.run_dir = str(tmp_path / "gone")
     assert report_of(cfg, 0, "KeyError: 1")
-
-
-def test_a_rank_that_fails_after_another_says_no_more_than_that(
-    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(_: Any) -> None:
-        raise KeyError("of rank 1")
-
-    monkeypatch.setattr("evener.trainer.job.run.run", fails)
-    assert report_of(cfg, 0, "KeyError: 'of rank 0'", 2)
-    with pytest.raises(WorkerError, match=r"^rank 1 failed too: KeyError: 'of rank 1'$"):
-        Run(cfg, rank=1, num_processes=2).execute()
-
-
-@pytest.mark.parametrize(("given", "status"), [(None, 1), (0, 1), (143, 143), ("no more data", 1)])
-def test_a_rank_that_the_users_code_ends_has_failed_with_its_status(
-    given: Any, status: int, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("evener.trainer.job.run.run", lambda _: sys.exit(given))
-    with pytest.raises(WorkerError) as ended:
-        Run(cfg, rank=1, num_processes=2).execute()
-    assert ended.value.status == status
-
-
-@pytest.mark.long
-def test_the_command_shows_all_frames_on_request(tmp_path: Path) -> None:
-    # those of the user alone without: tests/trainer/cli/test_odd_ends.py
-    words = [
-        "strategy=single_device", "devices=1", "accelerator=cpu", "data=none", "module._target_=launched.Raises",
-        f"+module.record={tmp_path}/record", "logger=none", "callbacks=none", "trainer.enable_model_summary=false",
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(SUPPORT), "HYDRA_FULL_ERROR": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = warm_python.run(ROOT / "train.py", *words, env=env, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("KeyError: 'rank 0 had enough'") == 1
-    assert 'launched.py", line' in done.stderr
-    assert "site-packages" in done.stderr
-    assert "frames of libraries are left out" not in done.stderr
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])

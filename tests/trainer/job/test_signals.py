@@ -15,7 +15,6 @@ from typing import Any
 import fork_server
 import pytest
 import torch
-import warm_python
 from tiny import Tiny, quiet
 from torch.utils.data import DataLoader
 
@@ -259,46 +258,8 @@ def test_a_data_worker_ends_with_a_rank_that_is_killed_while_it_starts(
     assert not is_alive(pid)
 
 
-FORK_SERVER = """
-import multiprocessing, time, torch
-from torch.utils.data import DataLoader, TensorDataset
-from evener.trainer.checkpoint._loader_state import make_resumable
-loader = DataLoader(TensorDataset(torch.arange(6.0)), 2, num_workers=1, multiprocessing_context="forkserver")
-print([batch[0].tolist() for batch in make_resumable(loader, 0)])
-other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(1000,))
-other.start()
-other.terminate()
-other.join(timeout=100)
-print("ended by", -(other.exitcode or 0))
-other.kill()
-"""
-
-
 @pytest.mark.long
-def test_data_workers_of_a_fork_server_read_and_leave_it_as_it_was() -> None:
-    """Such a worker took the server for a process that had adopted it, and ended; the server blocked signals since."""
-    done = warm_python.run("-c", FORK_SERVER)
-    assert done.stdout == f"[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]\nended by {int(signal.SIGTERM)}\n", done.stderr
-
-
-class Stuck(Slow):
-    """Never loads one of its samples."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(1000 if index == 5 else 0)
-        return torch.tensor([float(index)])
-
-
-@pytest.mark.long
-def test_a_data_worker_that_hangs_is_ended_with_its_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # as long torch waits for it to end
-    loader = DataLoader(Stuck(), 1, num_workers=2, multiprocessing_context="fork")
-    trainer = make_trainer(tmp_path)
-    trainer.fit_loop.max_epochs, trainer.limit_train_batches = 1, 3
-    trainer.fit(Signalled("nowhere", 0), loader, DataLoader(Slow(), 8))
-    del loader
-    trainer.fit_loop._combined_loader = None
-    gc.collect()
-    for process in multiprocessing.active_children():
-        process.join(timeout=120)
-    assert multiprocessing.active_children() == []
+def test_data_workers_of_a_fork_server_read() -> None:
+    # such a worker took the server for a process that had adopted it, and ended
+    loader: Any = DataLoader(range(6), 2, num_workers=1, multiprocessing_context="forkserver")  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in make_resumable(loader, 0)] == [[0, 1], [2, 3], [4, 5]]

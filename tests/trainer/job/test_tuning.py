@@ -51,21 +51,17 @@ def found(limit: int) -> int:
 
 
 @pytest.mark.parametrize("limit", [1, 37, 10**6])
-def test_the_largest_size_is_found_and_confirmed_by_a_run(limit: int) -> None:
+def test_the_largest_size_is_found_and_confirmed_by_a_run_and_the_random_state_is_put_back(limit: int) -> None:
+    def drawn() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
     Greedy.tried.clear()
+    before = drawn()
     size = found(limit)
+    assert drawn() == before
     assert size == min(limit, 64)
     assert Greedy.tried[-1] == size or Greedy.tried[-1] == 64 % size
     assert len({sizes for sizes in Greedy.tried if sizes > limit}) < 10
-
-
-def test_the_random_state_is_put_back() -> None:
-    torch.manual_seed(1)
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
-    found(3)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
 
 
 def test_a_size_that_fits_no_longer_is_made_smaller_and_where_none_fits_it_is_told() -> None:

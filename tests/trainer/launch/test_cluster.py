@@ -1,21 +1,16 @@
 """Under torchrun, SLURM or Kubeflow a process is a rank already: it is recognised, and nothing is started twice."""
 
-import os
 import socket
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from distributed import run_ranks
 from launching import Run, running
 from regression import quiet_trainer
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
-from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.launch import cluster
 from evener.trainer.launch import launcher as launch
@@ -80,44 +75,21 @@ def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(
     assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
 
 
-def _main(started_by: str, folder: str, port: int) -> tuple[int, int]:
-    """What `srun python train.py ...` does in each rank, which is told its rank as that launcher does."""
-    rank = os.environ["RANK"]
-    for name in NAMES | {"TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"}:
-        os.environ.pop(name, None)
-    environment, words = LAUNCHERS[started_by]
-    own = {name: rank for name in ("RANK", "SLURM_PROCID", "SLURM_LOCALID") if name in environment}
-    os.environ.update(environment | own | {"MASTER_PORT": str(port)})
-    sys.argv = [
-        "train.py", "strategy=ddp", "accelerator=cpu", *words, f"log_dir={folder}", "data=none", "test_after_fit=false",
-        "module._target_=launched.Told", f"+module.record={folder}/record", "trainer.max_epochs=1", "logger=none",
-        "trainer.limit_train_batches=2", "callbacks=none",
-    ]  # fmt: skip
-    main()
-    return dist.get_rank(), dist.get_world_size()
-
-
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("started_by", ["SLURMEnvironment", "KubeflowEnvironment"])
-def test_two_ranks_of_a_launcher_are_one_run(started_by: str, tmp_path: Path) -> None:
-    assert run_ranks(_main, 2, started_by, str(tmp_path), free_port(), timeout_s=300) == [(0, 2), (1, 2)]
-    steps = sorted(line.split()[::2] for line in (tmp_path / "record").read_text().splitlines())
-    assert steps == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]], "two steps of each rank, by two processes"
-    assert len(list(tmp_path.glob("*/*/*/.hydra"))) == len(list(tmp_path.glob("*/*/*/result.json"))) == 1
+SECRETS = [("a", "b"), ("a", "a"), *(pytest.param(*two, marks=pytest.mark.slow) for two in (("a", ""), ("", "b")))]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("a", "b"), *(pytest.param(*two, marks=pytest.mark.slow) for two in (("a", ""), ("", "b")))]
-)
-def test_a_machine_with_another_secret_is_named_on_both_at_once(first: str, second: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), SECRETS)
+def test_two_pods_are_one_run_and_a_secret_that_differs_is_named_on_both_at_once(
+    first: str, second: str, tmp_path: Path
+) -> None:
     # It was never named, and both waited for values that they could not believe until a timeout.
     common = {**KUBEFLOW, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ("devices=1", "num_nodes=2", "strategy.timeout_s=600")
+    words = ("devices=1", "num_nodes=2", "strategy.timeout_s=600", f"log_dir={tmp_path}", "trainer.max_steps=2")
     with ExitStack() as stack:
         runs: list[Run] = []
         for rank, secret in enumerate((first, second)):
@@ -125,9 +97,11 @@ def test_a_machine_with_another_secret_is_named_on_both_at_once(first: str, seco
             env = {**common, "RANK": str(rank), "EVENER_SECRET": secret}
             runs.append(stack.enter_context(running(own, *words, env=env)))
         for run in runs:
-            assert run.wait(120) == 1
+            assert run.wait(120) == (first != second), run.output.read_text()
             said = run.output.read_text()
-            assert "Error: EVENER_SECRET is " in said
-            assert "Set it to the same text on all machines, or on none." in said
+            assert ("Error: EVENER_SECRET is " in said) == (first != second)
+            assert ("Set it to the same text on all machines, or on none." in said) == (first != second)
             assert "Traceback" not in said
-            assert not run.lines()
+    steps = [(0, 0), (0, 1), (1, 0), (1, 1)] if first == second else []
+    assert sorted((rank, step) for rank, _, step in runs[0].lines()) == steps
+    assert len(list(tmp_path.glob("*/*/*/result.json"))) == 1

@@ -56,7 +56,7 @@ def kill(run: Run) -> None:
     assert not alive, "an agent's worker outlived it"
 
 
-def prove(folder: Path, events: list[str], places: list[int], strategy: str = "ddp") -> None:
+def prove(folder: Path, events: list[str], places: list[int], strategy: str) -> None:
     """Let machines join and die, each while a batch waits, and compare the run with one that was left alone.
 
     A machine that is late, on a busy machine, is not in the next group but makes the one after it, and a group that
@@ -89,24 +89,23 @@ def came_after(record: Path, num: int) -> Any:
     return lambda lines: present(lines[since:]) == num
 
 
-@pytest.mark.long
-def test_a_machine_that_joins_and_one_that_dies_leave_no_trace(tmp_path: Path) -> None:
-    prove(tmp_path, ["join", "0"], [4, 19])
+SIX = [4, 9, 15, 22, 30, 41]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_shards_move_to_a_machine_that_joins_and_from_one_that_dies(tmp_path: Path) -> None:
-    prove(tmp_path, ["join", "0"], [4, 19], "fsdp")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "events", [["join", "join", "1", "join", "0", "0"], ["join", "0", "join", "join", "join", "3"]]
+    ("events", "places", "strategy"),
+    [
+        pytest.param(["join", "0"], [4, 19], "ddp", marks=pytest.mark.long),
+        pytest.param(["join", "0"], [4, 19], "fsdp", marks=pytest.mark.slow),
+        pytest.param(["join", "join", "1", "join", "0", "0"], SIX, "ddp", marks=pytest.mark.slow),
+        pytest.param(["join", "0", "join", "join", "join", "3"], SIX, "ddp", marks=pytest.mark.slow),
+    ],
 )
-def test_six_joins_and_losses_leave_no_trace(events: list[str], tmp_path: Path) -> None:
-    prove(tmp_path, events, [4, 9, 15, 22, 30, 41])
+def test_machines_that_join_and_die_leave_no_trace(
+    events: list[str], places: list[int], strategy: str, tmp_path: Path
+) -> None:
+    prove(tmp_path, events, places, strategy)
 
 
 def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch: pytest.MonkeyPatch) -> None:

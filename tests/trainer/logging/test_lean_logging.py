@@ -10,12 +10,10 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from recording import SmallModule, loader
 from seen import raw_points
-from tiny import Tiny, quiet
+from tiny import quiet
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa, MulticlassF1Score
+from torchmetrics import MeanMetric
 
-from evener.strategies import DataParallelStrategy
 from evener.trainer import Trainer
 
 TRAINERS = (Trainer, pl.Trainer)
@@ -119,23 +117,6 @@ def test_a_number_has_the_type_that_the_precision_gives_it() -> None:
     assert found[0] == found[1]
 
 
-def test_results_of_evaluation_equal_lightnings() -> None:
-    class TwoLoaders(SmallModule):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            self.log("value", self.loss(batch))
-            self.log("stepped", self.loss(batch), on_step=True, on_epoch=True)
-            self.log("own name", self.loss(batch), add_dataloader_idx=False) if dataloader_idx else None
-
-    results = []
-    for cls in TRAINERS:
-        torch.manual_seed(0)
-        trainer = quiet(cls)
-        found = trainer.validate(TwoLoaders(), [loader(), loader(9, seed=1)], verbose=False)
-        results.append((found, {key: float(value) for key, value in trainer.callback_metrics.items()}))
-    assert "value/dataloader_idx_1" in results[0][0][1]
-    assert results[0] == results[1]
-
-
 def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     copies = []
 
@@ -147,61 +128,6 @@ def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     quiet(limit_train_batches=1).fit(module, loader(), loader(4))
     assert copies[0].log.__self__ is copies[0]
     assert "log" not in vars(module)
-
-
-class LogsCollection(Tiny):
-    """Logs a collection, of which two metrics share their states, in one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-        self.metrics = MetricCollection(
-            {"accuracy": MulticlassAccuracy(2), "f1": MulticlassF1Score(2), "kappa": MulticlassCohenKappa(2)},
-            prefix="train/",
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logits = self.layer(batch[0])
-        self.metrics.update(logits.detach(), batch[1])
-        self.log_dict(self.metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
-        self.log_dict({"a": logits.mean(), "b": 2.0}, on_step=False, on_epoch=True)
-        return logits.square().mean()
-
-
-def collection_values(
-    trainer_class: type[pl.Trainer], strategy: Any, module: type[pl.LightningModule] = LogsCollection
-) -> dict[str, float]:
-    pl.seed_everything(0, verbose=False)
-    data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randint(2, (20,)))
-    trainer = quiet(trainer_class, strategy=strategy, max_epochs=2)
-    trainer.fit(module(), torch.utils.data.DataLoader(data, batch_size=4))
-    return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-def test_a_collection_logged_at_once_is_as_lightnings_under_dp() -> None:
-    lightnings = collection_values(pl.Trainer, "auto")
-    assert set(lightnings) == {"train/accuracy", "train/f1", "train/kappa", "a", "b"}
-    found = collection_values(Trainer, DataParallelStrategy(["cpu", "cpu"]))
-    assert found == pytest.approx(lightnings, abs=1e-6)
-
-
-class ChangesCollection(LogsCollection):
-    """Updates one of two metrics that share states alone, then renames all, between calls that only repeat."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 4:
-            self.metrics._modules["f1"].update(torch.eye(2), torch.tensor([0, 0]))  # type: ignore[operator]
-            self.log_dict(self.metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
-        if batch_idx == 1 and self.current_epoch:
-            self.metrics.prefix = "late/"
-        return loss
-
-
-def test_a_collection_changed_between_calls_is_logged_as_lightnings() -> None:
-    values = [collection_values(trainer, "auto", ChangesCollection) for trainer in (Trainer, pl.Trainer)]
-    assert {"train/f1", "late/f1"} <= set(values[0])
-    assert values[0] == pytest.approx(values[1], abs=1e-6)
 
 
 class LogsUnequal(pl.LightningModule):

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from tiny import Tiny, quiet
@@ -94,18 +93,17 @@ def test_ranks_whose_values_differ_in_dtype_reduce_together(num: int) -> None:
         assert rank == {"double": last, "own": last, "default": last}
 
 
-class Monitored(pl.LightningModule):
+class Monitored(Tiny):
     """A scheduler decides by a step value that is logged without `sync_dist`: batch i has the values i and -i."""
 
     def __init__(self, interval: str, monitor: str) -> None:
         super().__init__()
-        self.w = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
         self.interval, self.monitor = interval, monitor
         self.rates: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("value", batch.mean(), on_step=True, on_epoch=self.monitor != "value")
-        return (self.w * batch).mean()
+        return super().training_step(batch[:, None], batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -122,7 +120,7 @@ def _fit_monitored(interval: str, monitor: str) -> list[float]:
     trainer = quiet(strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2, max_epochs=3)
     module = Monitored(interval, monitor)
     # rank 0 has the first sample of each batch, whose values rise, and rank 1 the second, whose values fall
-    batches: Any = torch.tensor([float(sign * i) for i in range(3) for sign in (1, -1)], dtype=torch.float64)
+    batches: Any = torch.tensor([float(sign * i) for i in range(3) for sign in (1, -1)])
     trainer.fit(module, DataLoader(batches, batch_size=2))
     return module.rates
 

@@ -3,62 +3,49 @@
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from tiny import Tiny, quiet
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
 class Detached(Tiny):
-    def __init__(self, num_layers: int = 1) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class WithoutParameters(Tiny):
+    def __init__(self) -> None:
         super().__init__()
-        del self.layer
-        self.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(num_layers))
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return sum((layer(batch[0]).mean() for layer in self.layers), batch[0].mean()).detach()
+        self.layer = torch.nn.Identity()
 
 
-def fit(module: pl.LightningModule, **options: Any) -> None:
-    quiet(**options).fit(module, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4))
-
-
-@pytest.mark.parametrize("options", [{"devices": 1}, {"strategy": "dp", "devices": ["cpu", "cpu"]}, {"lean": False}])
-def test_a_loss_without_a_gradient_is_explained(options: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"^The loss has no gradient: it was detached.* Return the loss as"):
-        fit(Detached(), **options)
-
-
-def test_an_optimizer_without_parameters_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"^configure_optimizers gave an optimizer no parameters\. Create"):
-        fit(Detached(num_layers=0))
-
-
-@pytest.mark.long
-def test_ddp_refuses_a_module_without_parameters() -> None:
-    with pytest.raises(Exception, match="ddp: Detached has no parameter that requires a gradient, so there is"):
-        fit(Detached(num_layers=0), strategy="ddp", devices=2)
-
-
-class Fails(Detached):
+class Fails(Tiny):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
 
-    def training_step(self, batch: list[Tensor]) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         raise RuntimeError(self.text)
 
 
+DETACHED = r"^The loss has no gradient: it was detached.* Return the loss as"
+WITHOUT_MEMORY = r"^The data workers need more shared memory \(/dev/shm\) .*num_workers=0 \("
+RANKS = {"strategy": "ddp", "devices": 2}
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("module", "options", "told"),
     [
+        (Detached(), {"devices": 1}, DETACHED),
+        (Detached(), {"strategy": "dp", "devices": ["cpu", "cpu"]}, DETACHED),
+        (Detached(), {"lean": False}, DETACHED),
+        (WithoutParameters(), {}, r"^configure_optimizers gave an optimizer no parameters\. Create"),
+        (WithoutParameters(), RANKS, "ddp: WithoutParameters has no parameter that requires a gradient, so there is"),
         # it was told as a full disk
-        "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)",
-        "Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise it.",
+        (Fails("unable to allocate shared memory(shm) for file </torch_1>: No space left (28)"), {}, WITHOUT_MEMORY),
+        (Fails("Bus error. It is possible that dataloader's workers are out of shared memory."), {}, WITHOUT_MEMORY),
     ],
 )
-def test_too_little_shared_memory_for_data_workers_is_explained(text: str) -> None:
-    told = r"^The data workers need more shared memory \(/dev/shm\) .*num_workers=0 \("
-    with pytest.raises(RuntimeError, match=told):
-        fit(Fails(text))
+def test_an_error_of_torch_is_explained(module: Tiny, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(Exception, match=told):
+        quiet(**options).fit(module, DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import pytorch_lightning as pl
@@ -68,12 +67,6 @@ def test_evaluation_calls_the_same_hooks() -> None:
         trainer.predict(module, loader())
 
     assert_same(run(Trainer, evaluate, "none"), run(pl.Trainer, evaluate, "none"))
-
-
-def test_a_callback_that_is_a_mock_gets_its_hooks() -> None:
-    callback = Mock(spec=pl.Callback)
-    quiet(callbacks=[callback]).fit(SmallModule(), loader(), loader())
-    assert callback.on_train_batch_end.call_count == 6  # 22 samples, 4 at a time
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -51,15 +51,11 @@ def watched(part: str, num_steps: int, **options: Any) -> list[bool]:
 REPLICAS: dict[str, Any] = {"strategy": "dp", "devices": ["cpu", "cpu"]}
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}, REPLICAS])
 @pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
 def test_a_step_is_dead_by_the_next(part: str, options: dict[str, Any]) -> None:
-    assert watched(part, 12, **options) == [False] * 12  # 2 epochs of 6 steps
-
-
-@pytest.mark.parametrize("part", ["prediction", "loss", "batch"])
-def test_a_step_on_replicas_is_dead_by_the_next(part: str) -> None:
-    assert watched(part, 24, **REPLICAS) == [False] * 24  # on two replicas
+    num = 24 if options is REPLICAS else 12  # two epochs of six steps, on each replica
+    assert watched(part, num, **options) == [False] * num
 
 
 def tensors() -> int:

@@ -87,12 +87,3 @@ def test_a_patched_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "backward", lambda loss, *args, **kwargs: calls.append(loss) or original(loss))
     fitted(Stepped())
     assert len(calls) == 12
-
-
-def test_a_complex_loss_is_refused_as_torch_refuses_it() -> None:
-    class Complex(Stepped):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * torch.ones((), dtype=torch.complex64)
-
-    with pytest.raises(RuntimeError, match="real scalar"):
-        fitted(Complex())

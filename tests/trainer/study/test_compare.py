@@ -25,7 +25,7 @@ from evener.trainer.config.checks import verify_config
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
-from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Trial, is_synced, median_rate, run_trial
+from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Trial, is_synced, run_trial
 
 
 class Fair(Tiny):
@@ -54,11 +54,6 @@ class Unfair(Fair):
 class Random(Fair):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)))
-
-
-class Noisy(Fair):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.layer(F.dropout(batch[0])), batch[1])
 
 
 class Refused(Fair):
@@ -98,10 +93,8 @@ def test_equal_losses_are_found_equal(tmp_path: Path) -> None:
     assert len(one.losses) == 6
     assert largest_difference(two, one) < 1e-14
     assert judge([one, two], 1e-8).excuses == {"single_device": [], "dp": []}
-    assert largest_difference(Trial("dp", losses=[float("nan")] * 6), one) == float("inf")
-    assert largest_difference(Trial("dp", losses=one.losses[:5]), one) == float("inf")
-    tolerances = [compare.tolerance_of(precision) for precision in ("64-true", "32-true", "bf16-mixed")]
-    assert tolerances == [1e-8, 1e-4, 3e-2]
+    for losses in ([float("nan")] * 6, one.losses[:5]):
+        assert largest_difference(Trial("dp", losses=losses), one) == float("inf")
 
 
 def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
@@ -136,11 +129,6 @@ def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
     assert recommendation(chosen).startswith("Recommended: strategy=ddp strategy.global_view=true, because")
 
 
-def test_random_numbers_without_a_layer_are_noticed(tmp_path: Path) -> None:
-    assert tried(tmp_path, "single_device", module="Noisy").excuses == [DRAWS]
-    assert tried(tmp_path, "dp").excuses == [], "a step without dropout"
-
-
 def test_a_refusal_is_told_by_its_sentence_and_a_failure_by_its_error(tmp_path: Path) -> None:
     refused = tried(tmp_path, "dp", module="Refused")
     assert refused.status == REFUSED
@@ -150,12 +138,6 @@ def test_a_refusal_is_told_by_its_sentence_and_a_failure_by_its_error(tmp_path: 
     assert failed.status == FAILED
     assert "ArithmeticError: the module's own mistake" in failed.reason
     assert recommendation(judge([failed], 1e-4)) == "No recommendation: no strategy trained; see the reasons above."
-
-
-def test_losses_of_ranks_with_unequal_parts_are_the_batchs(tmp_path: Path) -> None:
-    one, two = compare.compare_strategies(config(tmp_path, "precision=64-true", "compare.strategies=[ddp]")).trials
-    assert (two.status, two.num_processes, two.global_batch) == (OK, 2, 7)  # 4 samples and 3
-    assert largest_difference(two, one) < 1e-14
 
 
 def _children() -> list[psutil.Process]:
@@ -200,15 +182,6 @@ def measured(strategy: str, speed: float, size: int, losses: tuple[float, ...] =
     return Trial(strategy, losses=list(losses), samples_per_s=speed, peak_memory_mib=[size, size // 2])
 
 
-def test_the_table_grows_with_an_estimate_of_the_rest() -> None:
-    first = Trial("single_device", samples_per_s=1234.5, peak_memory_mib=[100.0])
-    line = compare.progress_line([first, replace(first, strategy="dp")], 5, 20.0)
-    assert line.split() == ["2", "of", "5", "dp", "1,234", "samples/s,", "100", "MiB,", "about", "30", "s", "left"]
-    assert "refused" in compare.progress_line([replace(first, status="refused")], 1, 3.0)
-    assert compare.memory(Trial("dp", peak_memory_mib=[3000, 20])) == "3,000 / 20"
-    assert compare.memory(Trial("ddp", peak_memory_mib=[20 + i for i in range(8)])) == "20 to 27"
-
-
 ONE = measured("single_device", 100, 8)
 RECOMMENDED = {
     "the fastest": (
@@ -227,10 +200,6 @@ RECOMMENDED = {
         "it is the fastest of 2 that train alike, 1.40 times as fast as single_device; their spreads (±) overlap, so "
         "measure again with more compare.steps",
     ),
-    "a lead beyond the spreads": (
-        [replace(ONE, spread=0.1), replace(measured("ddp", 140, 6), spread=0.1)],
-        "ddp", "it is the fastest of 2 that train alike, 1.40 times as fast as single_device",
-    ),
     "of equally fast ones the leaner": (
         [measured("dp", 100, 600), measured("ddp", 97, 300)],
         "ddp", "it is as fast as dp (within 5%), and its peak memory per device is lower",
@@ -248,9 +217,8 @@ RECOMMENDED = {
 @pytest.mark.parametrize("case", RECOMMENDED)
 def test_what_is_recommended_and_why(case: str) -> None:
     trials, recommended, reason = RECOMMENDED[case]
-    comparison = judge(trials, 1e-4, device_mib=5000)
-    assert (comparison.recommended, comparison.reason) == (recommended, reason)
-    assert recommendation(comparison) == f"Recommended: strategy={recommended}, because {reason}."
+    told = f"Recommended: strategy={recommended}, because {reason}."
+    assert recommendation(judge(trials, 1e-4, device_mib=5000)) == told
 
 
 def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
@@ -305,7 +273,3 @@ def test_batchnorm_that_synchronizes_excuses_nothing() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert [is_synced(layer) for layer in layers] == [False, False]
     assert [is_synced(layer) for layer in SyncBatchNorm().apply(layers)] == [False, True]
-
-
-def test_the_spread_is_half_the_range_of_the_middle_half() -> None:
-    assert median_rate([10.0, 20.0, 30.0, 40.0, 50.0]) == (30.0, pytest.approx(10 / 30))  # quartiles 20 and 40

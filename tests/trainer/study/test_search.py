@@ -92,31 +92,29 @@ def test_a_search_trains_each_trial_in_its_own_directory(tmp_path: Path, capsys:
     assert "best checkpoint:" in out
 
 
-class Scripted:
-    """In place of a training: results from a list; an exception is raised."""
+def ran(tmp_path: Path, *outcomes: Any, words: tuple[str, ...] = ()) -> Search:
+    """Search with results from a list in place of trainings; an exception is raised."""
+    done, left = search(tmp_path, *words), list(outcomes)
 
-    def __init__(self, *outcomes: Any) -> None:
-        self.outcomes = list(outcomes)
-
-    def __call__(self, cfg: Any) -> Result:
-        outcome = self.outcomes.pop(0)
+    def train(cfg: Any) -> Result:
+        outcome = left.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
-        name = "single_device"
-        return Result("fit", name, ["cpu"], 1, str(cfg.run_dir), {"val/loss": outcome}, "val/loss", outcome)
+        metrics = {"val/loss": outcome}
+        return Result("fit", "single_device", ["cpu"], 1, str(cfg.run_dir), metrics, "val/loss", outcome)
 
-
-def ran(tmp_path: Path, *outcomes: Any, words: tuple[str, ...] = ()) -> Search:
-    done = search(tmp_path, *words)
-    done.execute(Scripted(*outcomes))
+    done.execute(train)
     return done
 
 
 @needs_optuna
-def test_a_failing_trial_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
-    done = ran(tmp_path, RuntimeError("out of memory"), 0.5, float("nan"))
-    assert [trial.state.name for trial in done.study.trials] == ["FAIL", "COMPLETE", "FAIL"]
-    assert done.best().number == 1
+def test_failing_trials_are_recorded_the_maximum_is_sought_and_a_search_goes_on_in_its_storage(tmp_path: Path) -> None:
+    words = (f"hparams_search.storage={tmp_path / 'kept.log'}", "monitor_mode=max")
+    first = ran(tmp_path, RuntimeError("out of memory"), 0.5, float("nan"), words=words)
+    assert [trial.state.name for trial in first.study.trials] == ["FAIL", "COMPLETE", "FAIL"]
+    again = ran(tmp_path, 0.9, 0.4, words=(*words, "hparams_search.num_trials=5"))
+    assert [trial.value for trial in again.study.trials][3:] == [0.9, 0.4]
+    assert again.best().number == 3
 
 
 @needs_optuna
@@ -130,19 +128,6 @@ def test_a_failing_trial_is_recorded_and_the_others_go_on(tmp_path: Path) -> Non
 def test_what_no_trial_can_do_ends_the_search(outcome: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ran(tmp_path, outcome, 0.5, 0.4)
-
-
-@needs_optuna
-def test_a_search_goes_on_in_its_storage(tmp_path: Path) -> None:
-    kept = f"hparams_search.storage={tmp_path / 'kept.log'}"
-    ran(tmp_path, 0.5, 0.4, words=(kept, "hparams_search.num_trials=2"))
-    again = ran(tmp_path, 0.3, words=(kept,))
-    assert [trial.value for trial in again.study.trials] == [0.5, 0.4, 0.3]
-
-
-@needs_optuna
-def test_a_maximum_is_sought_if_monitor_mode_says_so(tmp_path: Path) -> None:
-    assert ran(tmp_path, 0.5, 0.9, 0.4, words=("monitor_mode=max",)).best().number == 1
 
 
 @needs_optuna

@@ -12,7 +12,6 @@ from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import Result, compose, main, train
-from evener.trainer.loggers.tensorboard import OUR_OWN, in_order, without_repetition
 from evener.trainer.study.sweep import SweepTable, read_jobs
 
 
@@ -90,12 +89,6 @@ def test_a_sweep_with_a_failed_job_shows_its_table(
     told = capsys.readouterr().out
     assert re.search(r"0 .*module\.lr=x .*failed", told)
     assert "best: job 1, single_device module.lr=0.001" in told
-
-
-def test_metrics_of_a_comparison_start_with_the_monitored_one() -> None:
-    metrics = {"train/loss": 1.0, "lr-SGD": 0.1, "val/acc": 2.0, "test/acc": 3.0, "val/loss": 4.0, "speed/x": 5.0}
-    assert list(in_order(metrics, "val/loss", OUR_OWN)) == ["val/loss", "test/acc", "val/acc", "train/loss"]
-    assert without_repetition({"lr": 1, "module/lr": 1, "seed": 2}) == {"module/lr": 1, "seed": 2}
 
 
 def test_debug_fast_runs_three_batches_and_writes_nothing(tmp_path: Path) -> None:
