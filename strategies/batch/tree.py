@@ -173,7 +173,7 @@ def cut(
 def _cut_by_itself(value: Any, sizes: list[int], refusal: Callable[[Path, str], PartsDiffer], path: Path) -> list[Any]:
     if callable(getattr(value, "to_data_list", None)):
         graphs = value.to_data_list()
-        return [type(value).from_data_list(part) for part in _slices(graphs, sizes) if part]
+        return [type(value).from_data_list(part) if part else None for part in _slices(graphs, sizes)]
     parts = list(value.split(sizes))
     if len(parts) != len(sizes):
         raise refusal(path, f"is cut otherwise: {type(value).__name__}.split({sizes}) returned {len(parts)} parts")

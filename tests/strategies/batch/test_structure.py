@@ -24,6 +24,7 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
+from evener.strategies.batch.structure import BatchStructure
 
 STRATEGIES: list[Any] = [
     DataParallelStrategy,
@@ -284,6 +285,14 @@ def loads(samples: Any, size: int | None, collate: Any = None) -> Callable[[], A
 
 PAIRS = [(vectors(4, seed=i), vectors(4, seed=20 + i)) for i in range(7)]
 GRAPHS = [vectors(1 + i % 3, 4, seed=i) for i in range(7)]
+
+
+def test_graphs_keep_the_places_of_chunks_without_samples() -> None:
+    """Found by the zoo: under balanced_dp one graph went to the second device, which had no chunk."""
+    chunks = BatchStructure().split(Graphs(GRAPHS[:3]), [0, 2, 1])
+    assert [chunk if chunk is None else chunk.num_graphs for chunk in chunks] == [None, 2, 1]
+
+
 TRAINED: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
     # Boxes were cut inside the images, a loss of 0.7472 instead of 0.8635: in some batches an image has as many boxes
     # as the batch has images.
