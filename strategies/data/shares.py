@@ -95,9 +95,13 @@ class RankShares:
         self._become(None)
 
     def weigh(self, own: Tensor | float, total: Tensor, losses: Sequence[Tensor]) -> None:
-        """Weight the losses by `own`, this rank's weight, not samples; `total` is the ranks' mean, by samples if 0."""
-        self.scale = torch.where(total > 0, own / total, self.weight)
-        self.weighed_losses.append((losses, self.scale))
+        """Weight the losses by `own`, this rank's weight, not samples; `total` is the ranks' mean, by samples if 0.
+
+        A rank whose samples weigh nothing has rows in `over_batch`, whose gradients are divided by the scale again.
+        """
+        scale = torch.where(total > 0, own / total, self.weight)
+        self.weighed_losses.append((losses, scale))
+        self.scale = scale.clamp(min=2.0**-60) if self.counts else scale
 
     def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
         """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.

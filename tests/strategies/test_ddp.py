@@ -13,6 +13,7 @@ from regression import (
     Net,
     Numbered,
     assert_as_single,
+    assert_same,
     fit,
     fit_all,
     outcome,
@@ -21,7 +22,7 @@ from regression import (
     weights,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from evener.strategies import DDPStrategy, SingleDeviceStrategy
@@ -58,18 +59,6 @@ class Uneven(IterableDataset[tuple[Tensor, Tensor, Tensor]]):
         yield from (data[i] for i in (range(10) if torch.distributed.get_rank() == 0 else range(10, 16)))
 
 
-class Keys(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Whole batches by key: of 3, 1 and 2 samples."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        rows = [slice(0, 3), slice(3, 4), slice(4, 6)][index]
-        data = Numbered()
-        return data.x[rows], data.y[rows], torch.arange(rows.start, rows.stop)
-
-
 class Counting(Net):
     """With a buffer and a metric, which a step that does not count must not change."""
 
@@ -89,63 +78,54 @@ class Counting(Net):
         return self.net(batch[0]).square().mean()
 
 
+def _fitted(module: Net, loader: Any, **options: Any) -> dict[str, Any]:
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120, **options), 2, max_epochs=1)
+    trainer.fit(module, loader)
+    return outcome(module, trainer)
+
+
 def _odd_loaders() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, loader in (("uneven", DataLoader(Uneven(), 2)), ("keys", DataLoader(Keys(), batch_size=None))):
-        module = Net()
-        trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, max_epochs=1)
-        trainer.fit(module, loader)
-        found[name] = outcome(module, trainer)
-    counting = Counting()
-    strategy = DDPStrategy(timeout_s=120, verify=False)  # each rank sums up its own samples
-    trainer = quiet_trainer(strategy, 2, max_epochs=1)
-    trainer.fit(counting, DataLoader(Numbered(9), 4))  # global batches of 8 and 1: rank 1 has nothing in the last
-    found["counting"] = [counting.total, counting.mean.compute(), counting.trained]
-    found["counted"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    found = {"uneven": _fitted(Net(), DataLoader(Uneven(), 2))}
+    counting = Counting()  # each rank sums up its own samples; rank 1 has nothing in the last batch
+    found["counting"] = _fitted(counting, DataLoader(Numbered(9), 4), verify=False)
+    return found | {"total": counting.total, "mean": counting.mean.compute()}
+
+
+def test_ranks_with_unequal_batches_finish_and_stay_exact() -> None:
+    by_rank = run_ranks(_odd_loaders, 2)
+    first, second = by_rank
+    alone, batches = Net(), [[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15], [6, 7], [8, 9]]
+    trainer_of("single", max_epochs=1).fit(alone, DataLoader(Numbered(), batch_sampler=batches))
+    for rank in by_rank:
+        torch.testing.assert_close(rank["uneven"]["weights"], weights(alone), rtol=0, atol=1e-10)
+    assert (len(first["uneven"]["trained"]), len(second["uneven"]["trained"])) == (5, 3)  # two steps had weight zero
+
+    assert second["counting"]["trained"] == [[4, 5, 6, 7]]  # of the step without samples nothing is left
+    torch.testing.assert_close(second["total"], Numbered(9).x[4:8].sum(0))
+    assert second["mean"] == 4  # of 0..8, over both ranks
+    metrics = second["counting"]["metrics"]
+    assert (metrics["largest"], metrics["batches"]) == (8, 3)  # two batches of rank 0, one of rank 1
+
+
+def _evaluate(strategy: str) -> list[Any]:
+    found = []
+    for num, batch_size_is in ((21, "per_device"), (1, "per_device"), (21, "global"), (1, "global")):
+        ranks: Any = DDPStrategy(batch_size_is=batch_size_is, timeout_s=120)  # type: ignore[arg-type]
+        trainer = quiet_trainer(ranks, 2) if strategy == "ddp" else trainer_of(strategy)
+        loader = DataLoader(Numbered(num), 4)
+        (validated,) = trainer.validate(Net(), loader, verbose=False)
+        predicted: Any = trainer.predict(Net(), loader)
+        if batch_size_is == "per_device" and trainer.is_global_zero:
+            assert [len(part) for part in predicted] == [min(4, num - start) for start in range(0, num, 4)]
+        found.append((torch.cat(predicted) if trainer.is_global_zero else None, validated["val"]))
     return found
 
 
-def _trained_alone(batches: list[list[int]]) -> Tensor:
-    module = Net()
-    trainer_of("single", max_epochs=1).fit(module, DataLoader(Numbered(), batch_sampler=batches))
-    return weights(module)
-
-
-def test_loaders_of_every_kind_finish_and_stay_exact() -> None:
-    by_rank = run_ranks(_odd_loaders, 2)
-    first, second = by_rank
-    uneven = _trained_alone([[0, 1, 10, 11], [2, 3, 12, 13], [4, 5, 14, 15], [6, 7], [8, 9]])
-    keyed = _trained_alone([[0, 1, 2, 3], [4, 5]])
-    for rank in by_rank:
-        torch.testing.assert_close(rank["uneven"]["weights"], uneven, rtol=0, atol=1e-10)
-        torch.testing.assert_close(rank["keys"]["weights"], keyed, rtol=0, atol=1e-10)
-    assert (len(first["uneven"]["trained"]), len(second["uneven"]["trained"])) == (5, 3)  # two steps had weight zero
-
-    total, metric, trained = second["counting"]
-    assert trained == [[4, 5, 6, 7]]  # of the step without samples nothing is left
-    torch.testing.assert_close(total, Numbered(9).x[4:8].sum(0))
-    assert metric == 4  # the mean of 0..8, over both ranks
-    assert second["counted"]["largest"] == 8
-    assert second["counted"]["batches"] == 3  # two of rank 0, one of rank 1
-
-
-def _evaluate(strategy: str, num: int, batch_size_is: Any) -> tuple[Tensor | None, float]:
-    made = SingleDeviceStrategy() if strategy == "single" else DDPStrategy(batch_size_is=batch_size_is, timeout_s=120)
-    trainer = quiet_trainer(made, 1 if strategy == "single" else 2)
-    (validated,) = trainer.validate(Net(), DataLoader(Numbered(num), 4), verbose=False)
-    predicted: Any = trainer.predict(Net(), DataLoader(Numbered(num), 4))
-    if batch_size_is == "per_device" and trainer.is_global_zero:
-        assert [len(part) for part in predicted] == [min(4, num - start) for start in range(0, num, 4)]
-    return torch.cat(predicted) if trainer.is_global_zero else None, validated["val"]
-
-
-@pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
-@pytest.mark.parametrize("num", [21, 1])
-def test_evaluations_are_one_devices_and_rank_0_has_all_predictions(num: int, batch_size_is: str) -> None:
-    predicted, value = _evaluate("single", num, batch_size_is)
-    first, second = run_ranks(_evaluate, 2, "ddp", num, batch_size_is)
-    torch.testing.assert_close(first[0], predicted, rtol=0, atol=1e-12)
-    assert (first[1], second[1]) == pytest.approx((value, value), abs=1e-12)  # was rounded on a rank without samples
+def test_evaluations_are_one_devices_and_rank_0_has_all_predictions() -> None:
+    single = _evaluate("single")
+    for rank, found in enumerate(run_ranks(_evaluate, 2, "ddp")):
+        # the value was rounded on a rank without samples
+        assert_same(found, [(None if rank else predicted, value) for predicted, value in single], 1e-12)
 
 
 def _prune(strategy: str) -> tuple[Tensor, Tensor]:
@@ -164,7 +144,7 @@ def test_a_rank_without_samples_to_validate_prunes_the_same_weights() -> None:
 
 
 class Modes(Net):
-    """Notes in which mode it evaluates, exchanges its outputs within a step, and keeps them in a metric."""
+    """Exchanges its outputs within a step, and notes that in which mode it evaluates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,11 +167,10 @@ class Modes(Net):
 
 def _evaluate_in_modes() -> list[Any]:
     found: list[Any] = []
-    loader = DataLoader(Numbered(8), 4)
+    loader = DataLoader(Numbered(8), 4)  # a rank has one batch of each pass
     for inference_mode in (True, False):
         module = Modes()
-        options: Any = {"inference_mode": inference_mode, "num_sanity_val_steps": 0}
-        trainer = quiet_trainer(DDPStrategy(timeout_s=60), 2, **options)
+        trainer = quiet_trainer(DDPStrategy(timeout_s=60), 2, inference_mode=inference_mode)
         trainer.test(module, loader, verbose=False)
         trainer.predict(module, loader)
         trainer.fit(module, loader, loader)  # after which nothing of the evaluation is left
@@ -205,5 +184,4 @@ def test_ranks_evaluate_in_inference_mode_as_one_device_does() -> None:
     inputs = torch.stack([x for x, _, _ in Numbered(8)])
     sums = pytest.approx([Net().net(inputs).sum().item()] * 2)
     for found in run_ranks(_evaluate_in_modes, 2):
-        # a rank has one batch of each pass
         assert found == [[(True, False, sums)] * 2, [(False, False, sums)] * 2]

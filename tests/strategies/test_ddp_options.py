@@ -48,7 +48,7 @@ class Normed(Net):
 
 def _fit_normed(strategy: pl.strategies.Strategy, devices: int) -> torch.Tensor:
     module = Normed()
-    # 16 samples in batches of 7: the last has 2, so that the third rank has none
+    # 16 samples in batches of 7: the last has 2, so that a third rank has none
     quiet_trainer(strategy, devices).fit(module, DataLoader(Numbered(16), 7), DataLoader(Numbered(), 7))
     return torch.cat([value.detach().double().flatten() for value in module.state_dict().values()])
 
@@ -59,41 +59,33 @@ def test_synchronized_batchnorm_is_one_devices() -> None:
         torch.testing.assert_close(state, single, rtol=0, atol=1e-10)
 
 
-def test_plain_batchnorm_trains_where_a_rank_has_no_sample() -> None:
-    first, second = run_ranks(_fit_normed, 2, DDPStrategy(**GLOBAL), 2)
-    assert first.isfinite().all()
-    torch.testing.assert_close(first[:16], second[:16], rtol=0, atol=0)  # parameters of the first layers
-
-
-def _refusals() -> list[str]:
-    refused: list[str] = []
+def _fit_plain_and_in_parts() -> tuple[torch.Tensor, list[str]]:
+    state, refused = _fit_normed(DDPStrategy(**GLOBAL), 2), list[str]()
     for kind, name in ((DDPStrategy, "devices_per_process"), (DDPModelParallelStrategy, "num_microbatches")):
         with pytest.raises(ConfigError) as error:
             _fit_normed(kind(sync_batchnorm=True, timeout_s=120, **{name: 2}), 4)
         refused.append(str(error.value))
-    return refused
+    return state, refused
 
 
-def test_synchronized_batchnorm_is_refused_where_a_process_has_its_batch_in_parts() -> None:
+def test_plain_batchnorm_trains_on_ranks_and_synchronized_is_refused_where_a_process_has_parts() -> None:
     # Ranks summed the statistics of one part at a time: weights were 0.27 away from one device's, without a word.
-    for replicas, microbatches in run_ranks(_refusals, 2):
-        assert replicas.startswith("ddp: devices_per_process=2 and sync_batchnorm=True: ")
-        assert microbatches.startswith("ddp_model_parallel: num_microbatches=2 and sync_batchnorm=True: ")
+    (first, refused), (second, _) = run_ranks(_fit_plain_and_in_parts, 2)
+    assert first.isfinite().all()
+    torch.testing.assert_close(first[:16], second[:16], rtol=0, atol=0)  # parameters of the first layers
+    assert refused[0].startswith("ddp: devices_per_process=2 and sync_batchnorm=True: ")
+    assert refused[1].startswith("ddp_model_parallel: num_microbatches=2 and sync_batchnorm=True: ")
 
 
 ACCUMULATED: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 3}}
 CLIPPED: dict[str, Any] = {"trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}}
 STATIC: dict[str, Any] = {"static_graph": True, **GLOBAL}
 EXACT: dict[str, tuple[Any, int, dict[str, Any]]] = {
-    "static graph": (lambda: DDPStrategy(**STATIC), 2, {}),
-    "bucket view": (lambda: DDPStrategy(gradient_as_bucket_view=True, bucket_cap_mb=1, **GLOBAL), 2, {}),
-    "unused": (lambda: DDPStrategy(find_unused_parameters=True, **GLOBAL), 2, {}),
+    "unused": (lambda: DDPStrategy(find_unused_parameters=True, bucket_cap_mb=1, **GLOBAL), 2, {}),
     # torch's wrapper records the graph in its first backward pass, which accumulation did not reduce
-    "static graph, accumulated": (lambda: DDPStrategy(**STATIC), 2, ACCUMULATED),
     "static view, accumulated": (lambda: DDPStrategy(gradient_as_bucket_view=True, **STATIC), 2, ACCUMULATED),
     "weights": (lambda: BalancedDDPStrategy([3, 1], timeout_s=120), 2, {}),
     "none for rank 1": (lambda: BalancedDDPStrategy([1, 0], timeout_s=120), 2, {}),
-    "two devices each": (lambda: DDPStrategy(devices_per_process=2, **GLOBAL), 4, {}),
     "two devices each, accumulated": (lambda: DDPStrategy(devices_per_process=2, **GLOBAL), 4, CLIPPED),
 }
 LOSSY = ("fp16", "bf16", "powersgd")
@@ -139,10 +131,11 @@ def _measure() -> dict[str, Any]:
     trainer = quiet_trainer(strategy, 2, max_epochs=12)
     trainer.fit(module, DataLoader(Numbered(24), 12))
     assert strategy.controller is not None
-    found = {**outcome(module, trainer), "shares": strategy.controller.shares}
-    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2)
-    trainer.fit(Unused(), DataLoader(Numbered(), 3))
-    return found | {"lines": lines, "unused steps": trainer.global_step}
+    quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(unused := Unused(), DataLoader(Numbered(), 3))
+    with pytest.raises(RuntimeError, match=r"took no part in the loss: spare.weight, spare.bias\."):
+        quiet_trainer(DDPStrategy(find_unused_parameters=False, **GLOBAL), 2).fit(Unused(), DataLoader(Numbered(), 3))
+    found = {"shares": strategy.controller.shares, "lines": lines, "unused steps": unused.trainer.global_step}
+    return found | outcome(module, trainer)
 
 
 def test_shares_are_measured_and_what_is_found_is_logged() -> None:
@@ -202,24 +195,24 @@ class Scripted(Net):
         self.net[0] = torch.jit.script(self.net[0])
 
 
+SHAPELESS = r"Parameter net\.0\.weight has no shape yet.* Run one forward before fit"
+SCRIPTED = r"net\.0 is compiled by TorchScript .* can't be copied or cut"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    ("strategy", "make"),
+    ("make", "strategy", "told"),
     [
         # Torch's errors told of a class that the user does not know; shapes found in the ranks' `setup` could not be
         # brought back to the script, which lost all that was trained.
-        *((strategy, Lazy) for strategy in (DDPStrategy, DataParallelStrategy)),
-        *((strategy, lambda: Lazy(in_setup=True)) for strategy in (DDPStrategy, FSDPStrategy)),
-        *((strategy, Scripted) for strategy in (FSDPStrategy, DataParallelStrategy, ModelParallelStrategy)),
-        (lambda: FSDPStrategy([]), Scripted),
+        (Lazy, DataParallelStrategy, SHAPELESS),
+        (lambda: Lazy(in_setup=True), DDPStrategy, SHAPELESS),
+        *((Scripted, kind, SCRIPTED) for kind in (FSDPStrategy, DataParallelStrategy, ModelParallelStrategy)),
     ],
 )
-def test_layers_that_can_not_be_copied_or_cut_are_refused_before_ranks_start(strategy: Any, make: Any) -> None:
-    told = (
-        r"net\.0 is compiled by TorchScript .* can't be copied or cut"
-        if make is Scripted
-        else r"Parameter net\.0\.weight has no shape yet.* Run one forward before fit"
-    )
+def test_layers_that_can_not_be_copied_or_cut_are_refused_before_ranks_start(
+    make: Any, strategy: Any, told: str
+) -> None:
     with pytest.raises(ConfigError, match=told):
         quiet_trainer(strategy(), 2).fit(make(), DataLoader(Numbered(6), 3))
 

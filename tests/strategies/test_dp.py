@@ -21,8 +21,6 @@ from evener.strategies import (
     SingleDeviceStrategy,
 )
 from evener.strategies.dp import verify_blocks
-from evener.strategies.replicas.layout import ReplicaLayout
-from evener.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -31,28 +29,6 @@ def fit(module: pl.LightningModule, strategy: Any, case: Case = CASES["ragged"],
     trainer = make_trainer(case, strategy, **{"devices": 3, "max_epochs": 1, **options})
     trainer.fit(module, case.loader(), case.loader())
     return trainer
-
-
-class Annealed(Net):
-    """Hooks change an attribute, a layer's option, and a buffer through `.data`, of which no version tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = 1.0
-        self.net[1] = nn.LeakyReLU()
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) / self.temperature * self.scale
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.temperature = 1.0 + batch_idx
-        self.net[1].negative_slope = 0.1 * batch_idx
-        self.scale.data.mul_(0.8)
-
-
-def test_what_hooks_set_on_the_module_is_seen_by_every_replica() -> None:
-    assert_equal(run(Case(Annealed), DataParallelStrategy(), devices=3), baseline(Case(Annealed)), 1e-10)
 
 
 def test_what_a_user_has_put_in_place_of_log_is_called_and_stays() -> None:
@@ -64,7 +40,7 @@ def test_what_a_user_has_put_in_place_of_log_is_called_and_stays() -> None:
     assert names == {"train_loss", "val_loss"}
 
 
-def test_replicas_are_whole_modules() -> None:
+def test_replicas_are_whole_modules(tmp_path: Path) -> None:
     """Pain 34: `self.device`, `parameters()`, lists of layers, trainer and log work on every replica, silently."""
     seen: list[tuple[Any, ...]] = []
 
@@ -75,6 +51,7 @@ def test_replicas_are_whole_modules() -> None:
             self.scales = nn.ParameterList([torch.ones(1)])
             self.read_twice = self.read  # a bound method
             self.net[0].register_forward_hook(self.hook)
+            self.lock, self.file, self.generator = threading.Lock(), file, (i for i in range(100))
 
         def hook(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
             assert layer is self.net[0]
@@ -82,32 +59,18 @@ def test_replicas_are_whole_modules() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             assert self.layers[0] is self.net[0]
             assert self.read_twice.__self__ is self
+            with self.lock:
+                self.file.write(f"{next(self.generator)} ")
             seen.append((self.device, sum(p.numel() for p in self.parameters()), len(self.scales), self.global_step))
             return super().training_step(batch, batch_idx) * self.scales[0].squeeze()
 
-    module = Curious().double()
-    fit(module, "dp", max_steps=1)
+    with (tmp_path / "file").open("w") as file:
+        module = Curious().double()
+        fit(module, "dp", max_steps=1)
     count = sum(p.numel() for p in module.parameters())
     assert seen[-3:] == [(CPU, count, 1, 0)] * 3  # after those of the first look at a few samples
-
-
-def test_a_module_with_a_lock_a_file_and_a_generator_trains(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-
-        class Holder(Net):
-            def __init__(self) -> None:
-                super().__init__()
-                self.lock, self.file, self.generator = threading.Lock(), file, (i for i in range(100))
-
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                with self.lock:
-                    self.file.write(f"{next(self.generator)} ")
-                return super().training_step(batch, batch_idx)
-
-        fit(Holder().double(), "dp", max_steps=2)
     numbers = [int(number) for number in (tmp_path / "file").read_text().split()]
-    assert numbers == list(range(numbers[-1] + 1))
-    assert len(numbers) >= 6
+    assert numbers == list(range(len(seen)))
 
 
 class BatchNormNet(Net):
@@ -146,82 +109,21 @@ def test_a_first_chunk_of_one_sample_with_batchnorm_goes_to_another_device() -> 
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_parameters_are_copied_before_each_training_step_and_once_in_an_evaluation() -> None:
-    """4 parameters × 2 other devices; accumulation copies, too, since hooks may write to weights through `.data`."""
-    counts: list[int] = []
-
-    class Counter(pl.Callback):
-        def count(self, trainer: pl.Trainer, *_: Any) -> None:
-            assert isinstance(trainer.strategy, DataParallelStrategy)
-            assert isinstance(trainer.strategy.layout, ReplicaLayout)
-            counts.append(trainer.strategy.layout.runner.replicas.num_copied_parameters)
-
-        on_train_batch_end = on_validation_batch_end = count
-
-    case = Case(num=24, trainer={"accumulate_grad_batches": 3, "num_sanity_val_steps": 0, "callbacks": [Counter()]})
-    fit(make_module(case), "dp", case)
-    training, validation = counts[:6], counts[6:]
-    assert training == [8, 16, 24, 32, 40, 48]
-    assert validation == [56] * 6
-
-
-class GatheredLoss(Net):
-    """Outputs of all replicas are joined on the root, and the loss is computed there, of the whole batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"out": self(batch[0]), "y": batch[1], "name": "same for all"}
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        assert len(outputs["out"]) == len(outputs["y"])
-        contrast = outputs["out"] @ outputs["out"].T  # between samples of different chunks
-        return nn.functional.cross_entropy(outputs["out"], outputs["y"]) + 0.1 * contrast.square().mean()
-
-
-class LocalLoss(GatheredLoss):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step_end(super().training_step(batch, batch_idx))
-
-    training_step_end = None  # pyright: ignore[reportAssignmentType]  # one device needs none
-
-
-@pytest.mark.parametrize(
-    ("strategy", "num_devices"),
-    [
-        (SingleDeviceStrategy, 1),
-        *((DataParallelStrategy, num) for num in (1, 3)),
-        (lambda: BalancedDataParallelStrategy(gpu0_chunk=0), 3),
-        (ModelParallelStrategy, 2),
-        (lambda: ModelParallelStrategy(num_microbatches=3), 2),
-    ],
-)
-@pytest.mark.parametrize("trainer", [Trainer, pl.Trainer])
-def test_training_step_end_computes_the_loss_of_the_whole_batch(strategy: Any, num_devices: int, trainer: Any) -> None:
-    """It ran under dp only; elsewhere the step that leaves the loss to it ended in an error."""
-    found = run(Case(GatheredLoss), strategy(), trainer, devices=num_devices)
-    assert_equal(found, baseline(Case(LocalLoss)), 1e-10)
-
-
 class BlockNet(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.block1 = nn.Linear(FEATURES, 8)
-        self.block2 = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.block3 = nn.Linear(8, CLASSES)
-        del self.net
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, CLASSES)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.block3(self.block2(self.block2(self.block1(x))))  # twice in one graph
+        first, block, last = self.net
+        return last(block(block(first(x))))  # twice in one graph
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_a_submodule_alone_is_replicated(num_devices: int) -> None:
+def test_a_submodule_alone_is_replicated() -> None:
     case = Case(BlockNet)
-    assert_equal(run(case, DataParallelStrategy(submodule="block2"), devices=num_devices), baseline(case), 1e-10)
-
-
-def test_an_unknown_submodule_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dp: submodule: BlockNet has no module 'block9'; the nearest are .*block1"):
-        fit(BlockNet().double(), DataParallelStrategy(submodule="block9"))
+    assert_equal(run(case, DataParallelStrategy(submodule="net.1"), devices=4), baseline(case), 1e-10)
 
 
 class Returns(TokenNet):
@@ -242,24 +144,20 @@ class Reads(Returns):
         self.received.append(dict(outputs))
 
 
-def test_outputs_that_no_hook_reads_stay_on_their_replica(caplog: pytest.LogCaptureFixture) -> None:
-    """Pain 9: only losses and scalars reach the root, unless a hook reads the others; who has not asked is not told."""
-    with caplog.at_level(logging.INFO):
-        fit(Returns().double(), "dp")
-    assert "does not reach callbacks" not in caplog.text
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: ModelParallelStrategy(num_microbatches=3)])
+def test_outputs_reach_the_hook_that_reads_them(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Pain 9: only losses and scalars reach the root, unless a hook reads the others; who has not asked is not told.
 
-
-@pytest.mark.parametrize(("num_devices", "strategy"), [(2, "dp"), (1, ModelParallelStrategy(num_microbatches=3))])
-def test_a_hook_at_the_end_of_a_step_gets_the_outputs_of_the_whole_batch(
-    num_devices: int, strategy: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    # it ended with a KeyError after one step
+    A hook that reads them ended with a KeyError after one step.
+    """
     torch.manual_seed(0)
     one = Reads().double()
     other = copy.deepcopy(one)
     fit(one, SingleDeviceStrategy(), devices=1)
     with caplog.at_level(logging.INFO):
-        fit(other, strategy, devices=num_devices)
+        fit(Returns().double(), strategy(), devices=2)
+        assert "does not reach callbacks" not in caplog.text
+        fit(other, strategy(), devices=2)
     assert set(other.received[0]) == {"loss", "loss_weight", "accuracy", "logits"}
     assert caplog.text.count("training_step's output 'count' does not reach callbacks") == 1
     for expected, found in zip(one.received, other.received, strict=True):
@@ -276,15 +174,11 @@ def test_a_module_may_leave_out_a_step_of_its_base_class(strategy: str) -> None:
     assert len(module.losses) > 0
 
 
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize(
-    ("error", "raised", "message"),
+    ("error", "raised", "message", "threads"),
     [
-        (ArithmeticError("no such key"), ArithmeticError, "no such key"),
-        (OSError(5, "disk"), RuntimeError, "OSError: .* disk"),
+        (ArithmeticError("no such key"), ArithmeticError, "no such key", False),
+        (OSError(5, "disk"), RuntimeError, "OSError: .* disk", True),
     ],
 )
 def test_an_error_in_a_replica_names_device_and_chunk(error: Any, raised: Any, message: str, threads: bool) -> None:
@@ -361,6 +255,12 @@ class Manual(Net):
         (Manual, DataParallelStrategy, {"submodule": "net"}, "dp: manual optimization .* Use strategy=ddp"),
         (Net, DataParallelStrategy, {"loss_reduction": "sum"}, "dp: loss_reduction is no longer there. Leave it out"),
         (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
+        (
+            Net,
+            DataParallelStrategy,
+            {"submodule": "nets"},
+            "submodule: Net has no module 'nets'; the nearest are ",
+        ),
         *(
             (Net, BalancedDataParallelStrategy, options, message)
             for options, message in (
@@ -370,7 +270,7 @@ class Manual(Net):
                 ({"gpu0_chunk": "half"}, "gpu0_chunk=half is not allowed. Give a"),
                 ({"weights": [1, 2, 3]}, "weights has 3 entries for 2 devices"),
                 ({"weights": [0, 0]}, "all weights are zero"),
-                *(({"weights": [1, x]}, "negative, infinite or not a number") for x in (-1, NAN, INF)),
+                ({"weights": [1, float("nan")]}, "negative, infinite or not a number"),
                 ({"weights": "even"}, "weights=even is not allowed. Give a list"),
                 ({"weights": [1, 1], "gpu0_chunk": 1}, "were both given"),
                 ({"objective": "speed"}, "objective=speed is not allowed"),
@@ -390,12 +290,11 @@ def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
     devices = [torch.device("cuda", i) for i in (0, 0, 1, 2)]
     with pytest.raises(ConfigError, match="dp: the first replica repeats a device where another has two: cuda:0"):
         verify_blocks(devices, 2)
-    verify_blocks([CPU] * 4, 2)
 
 
 def test_sync_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match="dp: sync_batchnorm=True synchronizes processes"):
-        make_trainer(CASES["ragged"], "dp", devices=2, sync_batchnorm=True)
+        make_trainer(Case(), "dp", devices=2, sync_batchnorm=True)
 
 
 class Growing(Net):
@@ -406,38 +305,25 @@ class Growing(Net):
             self.net.append(layer)
             self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-    on_after_backward = pl.LightningModule.on_after_backward
-
 
 def test_a_layer_that_is_added_while_training_is_replicated_and_its_steps_are_logged() -> None:
     # What a step logged in which the module had changed went to the recorder of the replicas from before.
     found = []
     for strategy, num_devices in (("dp", 3), (SingleDeviceStrategy(), 1)):
         module = make_module(Case(Growing))
-        fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
-        assert len(module.losses) == 6
-        found.append([*module.parameters(), torch.tensor(module.losses)])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
+        trainer = fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
+        found.append([*module.parameters(), trainer.callback_metrics["train_loss"].double()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-7)  # Lightning keeps logged values in float32
 
 
-class NeedsFour(Net):
-    """Predicts four samples or more."""
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if len(batch[0]) < 4:
-            raise ValueError("too few samples")
-        return batch[0].sum(1)
-
-
-def test_a_step_that_fails_on_parts_predicts_whole_batches() -> None:
-    loader: Any = torch.utils.data.DataLoader([(row,) for row in torch.arange(10.0).reshape(5, 2)], batch_size=5)  # type: ignore[arg-type]
-    (found,) = make_trainer(Case(), DataParallelStrategy(), devices=2).predict(NeedsFour(), loader)  # type: ignore[misc]
-    assert found.tolist() == [1.0, 5.0, 9.0, 13.0, 17.0]  # type: ignore[union-attr]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the trainer itself is on the CPU here
+@pytest.mark.parametrize("name", ["accumulation_with_a_short_tail", "loss_weight", "tied_frozen_parameter_list"])
+@pytest.mark.parametrize("devices", [["cuda:0", "cpu"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
+def test_training_on_a_gpu_equals_one_cpu(name: str, devices: list[str]) -> None:
+    """`late_device/` has what can be shown without a GPU."""
+    if "cuda:1" in devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: this machine has one")
+    assert_equal(run(CASES[name], "dp", devices=devices), baseline(CASES[name]), 1e-8)
+    balanced = BalancedDataParallelStrategy(devices=devices, weights="auto")
+    assert_equal(run(CASES[name], balanced, accelerator="cuda", devices=1), baseline(CASES[name]), 1e-8)

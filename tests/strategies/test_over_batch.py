@@ -1,6 +1,8 @@
-"""`evener.over_batch`: a loss over the batch is one device's under every strategy. The losses are those of the docs."""
+"""Losses that compare samples are one device's under every strategy: by `evener.over_batch`, whose losses are those of
+the docs, by rows that ranks gather, and by gradients of cached embeddings."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +82,90 @@ class Twice(Base):
         return first + 0.5 * second + 0.1 * z.square().mean()
 
 
-MODULES["Twice"] = Twice
+class WeighedByTokens(Base):
+    """A `loss_weight` of its own, which other terms of the loss need."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self.net(x)
+        counts = (x > 0).sum(1).double()
+        mean = (F.cross_entropy(z, y, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
+        loss = mean + evener.over_batch(DOCUMENTED["info_nce"])(z, z.tanh())
+        return {"loss": loss, "loss_weight": counts.sum()}
+
+
+MODULES |= {"Twice": Twice, "WeighedByTokens": WeighedByTokens}
+
+
+class OwnRows(Base):
+    """SimCLR's loss: own rows against those of all ranks."""
+
+    def rows(self, z: Tensor) -> Tensor:
+        return self.all_gather(z, sync_grads=True).flatten(0, 1) if self.trainer.world_size > 1 else z
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = (F.normalize(self.net(view), dim=1) for view in (x, x.flip(1)))
+        similar = torch.exp(torch.cat([first, second]) @ torch.cat([self.rows(first), self.rows(second)]).T)
+        positive = torch.exp((first * second).sum(1)).repeat(2)
+        return -torch.log(positive / (similar.sum(1) - math.e)).mean()
+
+
+class AllRows(OwnRows):
+    """CLIP's loss: each rank computes that of all rows."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.rows(self.net(x)) @ self.rows(self.net(x.flip(1))).T
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+class Cached(Base):
+    """Caches embeddings, whose gradients go backward through the network in chunks: each chunk's counts once."""
+
+    automatic_optimization = False
+
+    def of_embeddings(self, z: Tensor) -> Tensor:
+        return z.square().mean()
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.of_embeddings(self.net(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chunks = batch[0].split(2)
+        with torch.no_grad():
+            embeddings = torch.cat([self.net(chunk) for chunk in chunks])
+        loss = self.of_embeddings(embeddings.requires_grad_())
+        gradients = torch.autograd.grad(loss, embeddings)[0].split(2)
+        if self.automatic_optimization:
+            loss = loss.detach().requires_grad_()
+            loss.register_hook(functools.partial(self.through, chunks, gradients))
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for chunk, gradient in zip(chunks, gradients, strict=True):
+            self.manual_backward((self.net(chunk) * gradient).sum())
+        optimizer.step()
+        return None
+
+    def through(self, chunks: Any, gradients: Any, scale: Tensor) -> None:
+        with torch.enable_grad():
+            for chunk, gradient in zip(chunks, gradients, strict=True):
+                (self.net(chunk) * gradient * scale).sum().backward()
+
+
+class CachedOverBatch(Cached):
+    def of_embeddings(self, z: Tensor) -> Tensor:
+        return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+class CachedInHook(Cached):
+    """Chunks go backward in a hook of the loss."""
+
+    automatic_optimization = True
+
+
+class CachedOverBatchInHook(CachedOverBatch):
+    automatic_optimization = True
 
 
 class Ended(_Ended):
@@ -123,6 +208,7 @@ def _on_one_device(kind: type[Base], **options: Any) -> Fitted:
     return _fit(kind, SingleDeviceStrategy(), **options)
 
 
+ACCUMULATED = {"accumulate_grad_batches": 2}
 IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
     "dp": (lambda: DataParallelStrategy(), 4),
     "micro_batches": (lambda: ModelParallelStrategy(num_microbatches=3), 2),
@@ -130,11 +216,19 @@ IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("strategy", IN_ONE_PROCESS)
-def test_a_loss_over_the_batch_trains_as_on_one_device(strategy: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        *((strategy, kind) for strategy in IN_ONE_PROCESS for kind in MODULES.values()),
+        *(("dp", kind) for kind in (CachedOverBatch, CachedInHook)),
+        *((strategy, Ended) for strategy in IN_ONE_PROCESS),
+    ],
+)
+def test_a_loss_over_the_batch_trains_as_on_one_device(strategy: str, kind: Any) -> None:
     make, devices = IN_ONE_PROCESS[strategy]
-    _verify(_fit(MODULES[name], make(), devices), _on_one_device(MODULES[name]))
+    _verify(_fit(kind, make(), devices), _on_one_device(kind))
+    if kind is MODULES["CLIP"]:  # each forward pass has its own batch under accumulation
+        _verify(_fit(kind, make(), devices, **ACCUMULATED), _on_one_device(kind, **ACCUMULATED))
 
 
 RANKS: dict[str, tuple[Callable[[], Any], int]] = {
@@ -150,12 +244,19 @@ RANKS: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 OF_RANKS = {**MODULES, "Ended": Ended}
-ACCUMULATED = {"accumulate_grad_batches": 2}
+GATHERED = {"OwnRows": OwnRows, "AllRows": AllRows, "Cached": Cached, "CachedOverBatch": CachedOverBatch}
+IN_HOOKS = {"CachedInHook": CachedInHook, "CachedOverBatchInHook": CachedOverBatchInHook}
+
+
+def _kinds(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    if options:
+        return {"CLIP": MODULES["CLIP"]}
+    return OF_RANKS | ({} if "_of_" in strategy else GATHERED) | (IN_HOOKS if strategy == "ddp" else {})
 
 
 def _fit_all(strategy: str, devices: int, options: dict[str, Any]) -> dict[str, Fitted]:
-    made = {"CLIP": MODULES["CLIP"]} if options else OF_RANKS
-    return {name: _fit(kind, RANKS[strategy][0](), devices, **options) for name, kind in made.items()}
+    kinds = _kinds(strategy, options)
+    return {name: _fit(kind, RANKS[strategy][0](), devices, **options) for name, kind in kinds.items()}
 
 
 @pytest.mark.long
@@ -166,36 +267,20 @@ def test_losses_over_the_batch_train_under_ranks_as_on_one_device(strategy: str,
     num = RANKS[strategy][1]
     for of_a_rank in run_ranks(_fit_all, num, strategy, num * (2 if "_of_" in strategy else 1), options):
         for name, fitted in of_a_rank.items():
-            expected = _on_one_device(OF_RANKS[name], **options)
+            expected = _on_one_device(_kinds(strategy, options)[name], **options)
             torch.testing.assert_close(fitted[0], expected[0], rtol=0, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
             assert fitted[1].get("val") == pytest.approx(expected[1].get("val"), abs=EXACT), name
 
 
-@pytest.mark.parametrize("strategy", IN_ONE_PROCESS)
-def test_each_forward_pass_has_its_own_batch_under_accumulation(strategy: str) -> None:
-    make, devices = IN_ONE_PROCESS[strategy]
-    _verify(_fit(MODULES["CLIP"], make(), devices, **ACCUMULATED), _on_one_device(MODULES["CLIP"], **ACCUMULATED))
+def _refused() -> str:
+    with pytest.raises(ConfigError) as error:
+        _fit(CachedInHook, FSDPStrategy(), 2)
+    return str(error.value)
 
 
-class WeighedByTokens(Base):
-    """A `loss_weight` of its own, which other terms of the loss need."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        z = self.net(x)
-        counts = (x > 0).sum(1).double()
-        mean = (F.cross_entropy(z, y, reduction="none") * counts).sum() / counts.sum().clamp(min=1)
-        loss = mean + evener.over_batch(DOCUMENTED["info_nce"])(z, z.tanh())
-        return {"loss": loss, "loss_weight": counts.sum()}
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.net(x).mean()
-
-
-@pytest.mark.parametrize("strategy", ["dp", "micro_batches"])
-def test_a_loss_weight_beside_a_loss_over_the_batch_weighs_the_other_terms(strategy: str) -> None:
-    make, devices = IN_ONE_PROCESS[strategy]
-    _verify(_fit(WeighedByTokens, make(), devices), _on_one_device(WeighedByTokens))
+def test_shards_refuse_gradients_that_a_hook_computes() -> None:
+    for said in run_ranks(_refused, 2):
+        assert "the loss has no graph, so that hooks compute the gradients" in said
 
 
 class Late(Base):

@@ -82,11 +82,10 @@ class Steps(Net):
 
 
 class Evaluated(Net):
-    """Logs in evaluation by step: shared means, a shared sum, and its own rank."""
+    """Logs in evaluation by step: a shared mean, a shared sum, and its own rank."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("index", batch[2].double().mean(), on_step=True, on_epoch=True, sync_dist=True)
-        self.log("only", batch[2].double().mean(), on_step=True, on_epoch=False, sync_dist=True)
         self.log("num", float(len(batch[2])), on_step=True, on_epoch=False, reduce_fx="sum", sync_dist=True)
         self.log("rank", float(self.global_rank), on_step=True, on_epoch=False)
 
@@ -131,7 +130,7 @@ def test_values_of_a_step_weigh_by_samples_and_one_trainer_fits_tests_and_fits()
 def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_has() -> None:
     def steps(means: list[float], nums: list[float], epoch: float) -> list[Any]:
         points: list[Any] = [
-            (step, {"index_step": mean, "only": mean, "num": num, "rank": 0.0})
+            (step, {"index_step": mean, "num": num, "rank": 0.0})
             for step, (mean, num) in enumerate(zip(means, nums, strict=True))
         ]
         return [*points, (0, {"index_epoch": epoch})]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +10,7 @@ import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -20,11 +18,15 @@ from torch.utils.data import (
 )
 
 from evener.strategies import ConfigError
-from evener.strategies.batch.policies import Weighted
 from evener.strategies.core.rng import random_state, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, positions, source_of
-from evener.strategies.data.sampling import Divide, Share
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
+from evener.strategies.data.sampling import Share
 from evener.strategies.data.shares import RankShares
+
+
+def numbers(num: int, batch_size: int | None = 1, **options: Any) -> Any:
+    """A loader of 0, 1, ..."""
+    return DataLoader(range(num), batch_size, **options)  # type: ignore[arg-type]
 
 
 class Done:
@@ -55,7 +57,7 @@ def read(
 
 
 def test_per_device_deals_whole_batches_and_splits_the_last() -> None:
-    first, second = read(DataLoader(range(21), 8), "train", 2, "per_device")  # type: ignore[arg-type]
+    first, second = read(numbers(21, 8), "train", 2, "per_device")
     assert first == [(list(range(8)), Share(8, 16)), ([16, 17, 18], Share(3, 5))]
     assert second == [(list(range(8, 16)), Share(8, 16)), ([19, 20], Share(2, 5))]
 
@@ -77,23 +79,13 @@ def test_global_divides_every_batch(data: Any) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("num", [1, 2, 7, 21, 24])
 def test_every_sample_is_read_once(num: int, num_ranks: int, role: LoaderRole, batch_size_is: BatchSizeIs) -> None:
-    ranks = read(DataLoader(range(num), 4, shuffle=True), role, num_ranks, batch_size_is)  # type: ignore[arg-type]
+    ranks = read(numbers(num, 4, shuffle=True), role, num_ranks, batch_size_is)
     seen = [index for rank in ranks for batch, share in rank if share and share.num for index in batch]
     assert sorted(seen) == list(range(num))
     if role == "train":
         assert len({len(rank) for rank in ranks}) == 1, "every rank takes part in every step"
         for step in zip(*ranks, strict=True):
             assert sum(share.num for _, share in step if share) == step[0][1].total  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("batch_size_is", ["per_device", "global"])
-def test_positions_give_the_loaders_order_back(batch_size_is: BatchSizeIs) -> None:
-    parts: list[tuple[int, list[int]]] = []
-    for rank in range(3):
-        own = rank_loaders(rank, 3, batch_size_is).process(DataLoader(range(14), 4), "predict")  # type: ignore[arg-type]
-        batches = [batch.tolist() for batch in own]
-        parts += zip(positions(own) or [], batches, strict=True)
-    assert [index for _, batch in sorted(parts) for index in batch] == list(range(14))
 
 
 class Odd(Sampler[int]):
@@ -125,35 +117,32 @@ class Pairs(Sampler[list[int]]):
 def test_custom_samplers_keep_their_order_and_their_batches() -> None:
     torch.manual_seed(0)
     state = random_state()
-    loader: Any = DataLoader(range(9), 3, sampler=Odd())  # type: ignore[arg-type]
+    loader = numbers(9, 3, sampler=Odd())
     alone = [batch.tolist() for batch in loader]
     set_random_state(state)
     (one, three), (two, _) = read(loader, "evaluate", 2, "per_device")
     assert [one[0], two[0], three[0] + _[0]] == alone
-    first, second = read(DataLoader(range(9), batch_sampler=Pairs()), "train", 2, "per_device")  # type: ignore[arg-type]
+    first, second = read(numbers(9, batch_sampler=Pairs()), "train", 2, "per_device")
     assert [batch for batch, _ in first] == [[5], [3, 4]]
     assert [batch for batch, _ in second] == [[0, 1, 2], [8, 6, 7]]
     assert [share for _, share in second] == [Share(3, 4), Share(3, 5)]
 
 
 def test_an_order_does_not_depend_on_what_a_rank_draws_in_between() -> None:
-    orders = []
-    state = random_state()
+    orders, state = [], random_state()
     for rank in range(2):
         set_random_state(state)
-        own = rank_loaders(rank, 2).process(DataLoader(range(9), 1, sampler=Odd()), "train")  # type: ignore[arg-type]
-        batches = []
-        for batch in own:
-            batches.append(batch.item())
+        orders.append([])
+        for batch in rank_loaders(rank, 2).process(numbers(9, sampler=Odd()), "train"):
+            orders[rank].append(batch.item())
             torch.rand(rank + 1)  # dropout, say
             random.random()
-        orders.append(batches)
     assert sorted(orders[0] + orders[1][: 9 - len(orders[0])]) == list(range(9))
 
 
 def test_epochs_have_different_orders_and_reach_the_loaders_sampler() -> None:
     torch.manual_seed(0)
-    own = rank_loaders(0, 2).process(DataLoader(range(50), 5, shuffle=True), "train")  # type: ignore[arg-type]
+    own = rank_loaders(0, 2).process(numbers(50, 5, shuffle=True), "train")
     assert [b.tolist() for b in own] != [b.tolist() for b in own]
 
 
@@ -171,9 +160,9 @@ class ToldStream(Told, IterableDataset[int]):
 
 
 TOLD: dict[str, Callable[[Told, Told, ToldStream], Any]] = {
-    "sampler": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), 2, sampler=inner),
-    "batch sampler": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), batch_sampler=outer),
-    "keys": lambda inner, outer, stream: DataLoader(cast(Any, range(9)), sampler=inner, batch_size=None),
+    "sampler": lambda inner, outer, stream: numbers(9, 2, sampler=inner),
+    "batch sampler": lambda inner, outer, stream: numbers(9, batch_sampler=outer),
+    "keys": lambda inner, outer, stream: numbers(9, sampler=inner, batch_size=None),
     "stream": lambda inner, outer, stream: DataLoader(stream, 2),
     "no loader": lambda inner, outer, stream: outer,
 }
@@ -195,26 +184,15 @@ def test_who_is_told_the_epoch_is_the_same_as_on_one_device(kind: str, batch_siz
     assert told[0] == told[1]
 
 
-def test_keys_without_batches_are_dealt() -> None:
-    loader: Any = DataLoader(range(5), batch_size=None)  # type: ignore[arg-type]
-    first, second = read(loader, "evaluate", 2, "per_device")
-    assert [batch for batch, _ in first] == [0, 2, 4]
-    assert [batch for batch, _ in second] == [1, 3]
-    lists: Any = DataLoader(torch.arange(5), sampler=BatchSampler(range(5), 2, False), batch_size=None)  # type: ignore[arg-type]
-    first, second = read(lists, "train", 2, "global")
-    assert [batch for batch, _ in first] == [[0], [2], [4]]
-    assert [share for _, share in second] == [Share(1, 2), Share(1, 2), Share(0, 1)]
-
-
 def test_workers_hand_over_batches_in_the_order_of_their_shares() -> None:
-    loader: Any = DataLoader(range(5), 2, in_order=False)  # type: ignore[arg-type]
+    loader = numbers(5, 2, in_order=False)
     own = rank_loaders(0, 2).process(loader, "train")
     assert own.in_order
     assert not loader.in_order  # the user's own is not changed
 
 
 def test_a_loader_that_is_shared_already_stays_or_is_refused_by_name() -> None:
-    loader: Any = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), 2, 0, shuffle=False))  # type: ignore[arg-type]
+    loader = numbers(8, 2, sampler=DistributedSampler(range(8), 2, 0, shuffle=False))
     own = rank_loaders(0, 2).process(loader, "train")
     assert [batch.tolist() for batch in own] == [[0, 2], [4, 6]]
     assert next_share(own) is None
@@ -223,22 +201,11 @@ def test_a_loader_that_is_shared_already_stays_or_is_refused_by_name() -> None:
 
 
 def test_a_loader_is_not_cut_twice() -> None:
-    loader: Any = DataLoader(range(8), 2)  # type: ignore[arg-type]
+    loader = numbers(8, 2)
     once = rank_loaders(0, 2).process(loader, "train")
     twice = rank_loaders(0, 2).process(once, "train")
     assert [batch.tolist() for batch in twice] == [[0, 1], [4, 5]]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_weights_change_at_an_agreed_batch() -> None:
-    divide = Divide()
-    units = iter([list(range(8))] * 3)
-    parts = divide.parts(units, 2)
-    assert [len(part) for part in next(parts)] == [4, 4]
-    divide.change(Weighted((3.0, 1.0)), at=2)
-    assert [[len(part) for part in step] for step in parts] == [[4, 4], [6, 2]]
-    with pytest.raises(AssertionError, match="global batch 1 is already cut"):
-        divide.change(Weighted((1.0, 1.0)), at=1)
 
 
 def test_random_samplers_take_rank_0s_order() -> None:
@@ -248,45 +215,8 @@ def test_random_samplers_take_rank_0s_order() -> None:
     state = (random_state(), None)
     torch.manual_seed(99)  # this rank's own
     own = RankLoaders("ddp", 1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
-    loader: Any = own.process(DataLoader(range(6), 1, sampler=RandomSampler(range(6))), "train")  # type: ignore[arg-type]
+    loader: Any = own.process(numbers(6, 1, sampler=RandomSampler(range(6))), "train")
     assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]
-
-
-def evaluated(rank: int, mode: str, *loaders: Any) -> list[list[list[int]]]:
-    """The samples of each loader in the steps of a rank of 2 that evaluates them combined."""
-    ranks = rank_loaders(rank, 2, "global")
-    ranks.is_whole = lambda role: goes_whole(combined)
-    combined = CombinedLoader([ranks.process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
-    return [[[] if one is None else one.tolist() for one in batches] for batches, *_ in combined]
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
-def test_batches_that_fall_apart_on_ranks_are_evaluated_whole_by_the_first(mode: str) -> None:
-    # 4 + 4 samples, then 4 + 1: rank 1 skipped the second loader's last batch, and lost its part of the first one's
-    loaders: Any = [DataLoader(range(8), 4), DataLoader(range(5), 4)]  # type: ignore[arg-type]
-    assert evaluated(0, mode, *loaders) == [[[0, 1, 2, 3], [0, 1, 2, 3]], [[4, 5, 6, 7], [4]]]
-    assert evaluated(1, mode, *loaders) == []
-
-
-def test_loaders_that_stay_together_are_evaluated_by_all_ranks() -> None:
-    even: Any = [DataLoader(range(4), 2), DataLoader(range(8), 4)]  # type: ignore[arg-type]
-    for mode in ("min_size", "max_size", "max_size_cycle"):
-        assert evaluated(1, mode, *even) == [[[1], [2, 3]], [[3], [6, 7]]]
-    dropped: Any = [DataLoader(range(5), 4, drop_last=True), DataLoader(range(9), 4, drop_last=True)]  # type: ignore[arg-type]
-    assert evaluated(1, "min_size", *dropped) == [[[2, 3], [2, 3]]]
-
-
-class Samples(Dataset[int]):
-    """Numbered samples, in processes too."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:
@@ -297,7 +227,7 @@ def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_look_at_a_batch_within_a_pass_leaves_the_shares_of_the_others(num_workers: int) -> None:
     # rank 0 of 2 has 2 of 4 samples, and 2 of the last 3; another pass took the shares of the one that trains
-    own = rank_loaders(0, 2, "global").process(DataLoader(Samples(7), 4, num_workers=num_workers), "train")
+    own = rank_loaders(0, 2, "global").process(numbers(7, 4, num_workers=num_workers), "train")
     combined, shares = CombinedLoader(own), RankShares(2, "ddp")
     found = []
     for _ in iter(combined):
@@ -309,7 +239,7 @@ def test_a_look_at_a_batch_within_a_pass_leaves_the_shares_of_the_others(num_wor
 
 def test_a_batch_without_a_share_is_refused_by_name() -> None:
     # it was taken for one of which all ranks have as many samples
-    own = rank_loaders(0, 2, "global").process(DataLoader(Samples(7), 4), "train")
+    own = rank_loaders(0, 2, "global").process(numbers(7, 4), "train")
     combined, shares = CombinedLoader(own), RankShares(2, "ddp")
     next(iter(combined))
     assert taken(shares, combined) == Share(2, 4)

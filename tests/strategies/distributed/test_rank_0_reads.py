@@ -5,16 +5,12 @@ from typing import Any
 
 from distributed import run_ranks
 from pytorch_lightning.loggers import TensorBoardLogger
-from regression import Net, Numbered, quiet_trainer
+from regression import Net, Numbered, trainer_of
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from evener.strategies import DDPStrategy
-
-HOOKS = (
-    "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad",
-    "on_train_batch_end", "on_validation_start", "on_validation_batch_end", "on_validation_end", "on_train_end",
-)  # fmt: skip
+HOOKS = ("setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_start",
+         "on_validation_batch_end", "on_train_end")  # fmt: skip
 
 
 def read_all(trainer: Any) -> int:
@@ -48,11 +44,6 @@ class Read(Net):
         if self.trainer.is_global_zero:
             self.num_read += read_all(self.trainer)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.look()
-        return loss
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.mean.update(batch[2])
@@ -78,16 +69,15 @@ def _fit(folder: str) -> dict[str, Any]:
     module, loader = Read(), DataLoader(Numbered(), 4)
     logger = TensorBoardLogger(folder, name=None, default_hp_metric=False)
     options: dict[str, Any] = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
-    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, num_sanity_val_steps=1, **options)
+    trainer = trainer_of("ddp", num_sanity_val_steps=1, **options)
     trainer.fit(module, loader, loader)
-    module.look()
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"metrics": metrics, "read": module.num_read, "own": module.own, "log_dir": trainer.log_dir}
 
 
 def test_rank_0_alone_may_read_everything_everywhere(tmp_path: Any) -> None:
     first, second = run_ranks(_fit, 2, str(tmp_path))
-    assert first["read"] > 1000
+    assert first["read"] > 500
     assert second["read"] == 0
     assert first["metrics"] == second["metrics"]
     assert first["metrics"]["late"] == first["metrics"]["own"] == 0.5  # the mean of ranks 0 and 1

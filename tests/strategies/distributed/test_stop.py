@@ -45,16 +45,13 @@ def test_all_ranks_stop_at_one_step(asked: int) -> None:
         assert 2 <= stopped[0] <= max(*heard_at, 2) + 3
 
 
+class Untouched(HashStore):
+    def check(self, keys: list[str]) -> bool:
+        pytest.fail(f"asked for {keys}")
+
+
 def test_nothing_is_asked_of_the_store_before_a_request() -> None:
-    class Untouched(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            pytest.fail(f"asked for {keys}")
-
-        def set(self, key: str, value: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            pytest.fail(f"set {key}")
-
-    rank = StopAgreement(0, 2, Untouched())
-    assert not rank.agreed(received=False, step=3)
+    assert not StopAgreement(0, 2, Untouched()).agreed(received=False, step=3)
 
 
 def test_a_single_rank_stops_at_the_next_step() -> None:
@@ -66,19 +63,16 @@ def test_a_single_rank_stops_at_the_next_step() -> None:
 
 
 def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    class Recording(HashStore):
-        def set(self, key: str, value: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-            seen.append(key)
-            super().set(key, value)
-
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: seen.append(f"synchronize {device}"))
-    devices = [torch.device("cuda:0"), torch.device("cpu"), torch.device("cuda:1")]
-    rank = StopAgreement(0, 2, Recording(), devices=devices)
+    store, seen = HashStore(), dict[str, bool]()
+    monkeypatch.setattr(
+        torch.accelerator, "synchronize",
+        lambda device: seen.update({str(device): store.check(["stop/training/armed/0"])}),
+    )  # fmt: skip
+    rank = StopAgreement(0, 2, store, devices=[torch.device(name) for name in ("cuda:0", "cpu", "cuda:1")])
     rank.request(15)
     rank.due(3)
-    assert seen[:3] == ["synchronize cuda:0", "synchronize cuda:1", "stop/training/armed/0"]
+    assert seen == {"cuda:0": False, "cuda:1": False}
+    assert store.check(["stop/training/armed/0"])
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

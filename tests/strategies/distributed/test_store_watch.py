@@ -14,7 +14,7 @@ from lightning_fabric.plugins.environments import LightningEnvironment
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
 from evener.strategies.distributed import store as store_file
-from evener.strategies.distributed.store import RANK_FAILED, RankError, base_store, silence, wait_for
+from evener.strategies.distributed.store import RANK_FAILED, base_store, silence, wait_for
 
 HOST = """
 import time
@@ -67,24 +67,14 @@ def freeze(pid: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("read", ["check", "get", "wait_for"])
-def test_a_read_from_a_frozen_host_fails(host: subprocess.Popen[str], read: str) -> None:
+def test_a_read_from_a_frozen_host_fails(host: subprocess.Popen[str]) -> None:
     store = base_store(rank_1(), 2.0)
     store.set("key", "value")
     assert wait_for(store, ["key"], 1.0) == []
     freeze(host.pid)
-    reads = {"check": lambda: store.check(["key"]), "get": lambda: store.get("key")}
-    with pytest.raises(RuntimeError):  # noqa: PT012
-        while True:  # the host stops a moment later
-            reads.get(read, lambda: wait_for(store, ["key", "other"], 60))()
+    for read in (lambda: store.check(["key"]), lambda: store.get("key"), lambda: wait_for(store, ["key", "none"], 60)):
+        with pytest.raises(RuntimeError):  # noqa: PT012
+            while True:  # the host stops a moment later
+                read()
     assert RANK_FAILED.is_set()
-    told = r"The store at 127.0.0.1:\d+ has not answered for 2 s: the process that hosts it \(rank 0\) is frozen"
-    with pytest.raises(RankError, match=told):
-        raise RankError(silence())
-
-
-def test_a_host_that_answers_is_left_alone(host: subprocess.Popen[str]) -> None:
-    store = base_store(rank_1(), 1.0)
-    time.sleep(3)
-    assert store.check(["key"]) is False
-    assert silence() == ""
+    assert re.search(r"The store at 127.0.0.1:\d+ has not answered for 2 s: .*\(rank 0\) is frozen", silence())

@@ -16,8 +16,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {
     "rows": (nn.BatchNorm1d(4), (), {}),
     "sequences": (nn.BatchNorm1d(4, momentum=None), (5,), {}),
     "images": (nn.BatchNorm2d(4), (3, 2), {"memory_format": torch.channels_last}),
-    "volumes": (nn.BatchNorm3d(4, affine=False), (2, 2, 1), {}),
-    "untracked": (nn.BatchNorm2d(4, track_running_stats=False), (3, 2), {}),
+    "volumes": (nn.BatchNorm3d(4, affine=False, track_running_stats=False), (2, 2, 1), {}),
 }
 
 
@@ -63,35 +62,13 @@ def _results() -> dict[str, dict[str, Tensor]]:
 def test_ranks_find_what_one_device_finds(ranks: list[Any]) -> None:
     for name in CASES:
         for key, value in gradients(*made(name)).items():
-            found = [results[name][key] for results, *_ in ranks]
+            found = [results[name][key] for results, _ in ranks]
             if key == "output" or key.endswith(" x"):
-                assert not found[-1].any() or key == "output"  # weight 0
-                found = [torch.cat(found[:-1])]
+                found = [torch.cat(found[:-1])]  # the last rank's have weight 0
             elif key.startswith(("first", "second")):
                 found = [torch.stack(found).sum(0)]  # DDP sums those of parameters
             for part in found:
                 assert_same(part, value, 1e-10, f"{name}, {key}")
-
-
-def _with_low_precision() -> tuple[Tensor, Tensor, torch.dtype]:
-    layer = nn.BatchNorm1d(4)
-    SyncBatchNorm().apply(layer)
-    x = made("rows")[1].split(SHARES)[dist.get_rank()].bfloat16().requires_grad_()
-    output = layer(x)
-    output.float().square().sum().backward()
-    assert x.grad is not None
-    return layer.running_var, x.grad.float(), output.dtype
-
-
-def test_low_precision_has_its_moments_in_float32(ranks: list[Any]) -> None:
-    x = made("rows")[1].bfloat16().float().requires_grad_()
-    layer = nn.BatchNorm1d(4)
-    layer(x).square().sum().backward()
-    assert x.grad is not None
-    for (_, (variance, grad, dtype), _), own in zip(ranks, x.grad.split(SHARES), strict=True):
-        assert dtype == torch.bfloat16
-        torch.testing.assert_close(variance, layer.running_var, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(grad, own, rtol=0, atol=0.05)
 
 
 def _one_sample() -> str:
@@ -106,12 +83,12 @@ def _one_sample() -> str:
 def test_one_value_per_channel_is_refused_on_every_rank_as_by_one_device(ranks: list[Any]) -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel") as error:
         nn.BatchNorm1d(4)(torch.ones(1, 4))
-    assert {message.partition(",")[0] for *_, message in ranks} == {str(error.value).partition(",")[0]}
+    assert {message.partition(",")[0] for _, message in ranks} == {str(error.value).partition(",")[0]}
 
 
 def _on_a_rank() -> Any:
     dist.init_process_group("gloo")
-    return _results(), _with_low_precision(), _one_sample()
+    return _results(), _one_sample()
 
 
 @pytest.fixture(scope="module")

@@ -70,23 +70,20 @@ def test_what_is_saved_while_training_goes_on_has_the_weights_of_its_step(in_mem
 def _continued(folder: str) -> list[float]:
     warnings.simplefilter("ignore")
 
-    def trained(strategy: Any, accelerator: str, source: str | None = None, target: str | None = None) -> Tensor:
-        epochs = 4 if target is None else 2
-        trainer = make_trainer(CASE, strategy, accelerator=accelerator, devices=1, max_epochs=epochs)
-        trainer.fit(module := make_module(CASE), CASE.loader(), ckpt_path=source and f"{folder}/{source}.ckpt")
-        if target is not None:
-            trainer.save_checkpoint(f"{folder}/{target}.ckpt")
+    def trained(strategy: Any, accelerator: str, max_epochs: int, source: str = "") -> Tensor:
+        trainer = make_trainer(CASE, strategy, accelerator=accelerator, devices=1, max_epochs=max_epochs)
+        trainer.fit(
+            module := make_module(CASE), CASE.loader(), ckpt_path=(source and f"{folder}/{source}.ckpt") or None
+        )
+        trainer.save_checkpoint(f"{folder}/{accelerator}.ckpt")
         return torch.cat([p.detach().cpu().flatten() for p in module.parameters()])
 
-    trained(DataParallelStrategy(TWO), "late", target="late")
-    trained(SingleDeviceStrategy(), "cpu", target="cpu")
-    found = [
-        trained(ModelParallelStrategy(["late:1", "late:2"], num_microbatches=2), "late", "late"),
-        trained(DataParallelStrategy(TWO), "late", "cpu"),
-        trained(SingleDeviceStrategy(), "cpu", "late"),
-    ]
-    whole = trained(SingleDeviceStrategy(), "cpu")
-    return [float((weights - whole).abs().max()) for weights in found]
+    whole = trained(SingleDeviceStrategy(), "cpu", 4)
+    trained(DataParallelStrategy(TWO), "late", 2)
+    on_cpu = trained(SingleDeviceStrategy(), "cpu", 4, "late")
+    trained(SingleDeviceStrategy(), "cpu", 2)
+    on_stages = trained(ModelParallelStrategy(TWO, num_microbatches=2), "late", 4, "cpu")
+    return [float((weights - whole).abs().max()) for weights in (on_cpu, on_stages)]
 
 
 def test_training_goes_on_where_it_stopped_between_late_devices_and_a_cpu(tmp_path: Path) -> None:

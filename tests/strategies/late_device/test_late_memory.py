@@ -1,4 +1,4 @@
-"""Memory on late devices: what dp leaves on the root, what is planned, and the search for a batch that fits."""
+"""Memory on late devices: what dp leaves on the root, what waits on the host, and what is planned."""
 
 import gc
 import warnings
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import late_device
-import pytest
 import pytorch_lightning as pl
 import torch
 from late_device import needs_late_device
@@ -147,33 +146,12 @@ def test_fewer_samples_are_looked_at_before_the_first_step_where_eight_do_not_fi
 
 
 DIGITS = ["experiment=digits", "accelerator=late", "logger=none", "callbacks=none", "test_after_fit=false"]
-
-
-def _largest_batch(folder: str) -> tuple[int | None, str]:
-    warnings.simplefilter("ignore")
-    late_device.set_limit(2**22)
-    words = [*DIGITS, "strategy=single_device", "trainer.max_epochs=1"]
-    found = train(compose([*words, "data.batch_size=auto", f"run_dir={folder}/auto"])).global_batch
-    with pytest.raises(RuntimeError) as caught:
-        train(compose([*words, f"data.batch_size={int((found or 0) * 1.1)}", f"run_dir={folder}/larger"]))
-    return found, str(caught.value)
-
-
-def test_the_search_for_a_batch_ends_at_the_largest_that_fits(tmp_path: Path) -> None:
-    found, said = late_device.run(_largest_batch, str(tmp_path))
-    assert found is not None
-    assert 100 < found < 130
-    assert "Out of memory on late:0" in said
-
-
-STAGES = ["strategy=model_parallel", "devices=2"]
+STAGES = ["strategy=model_parallel", "devices=2", "strategy.num_microbatches=4"]
 PLANNED = {
-    "single_device": (["strategy=single_device"], 0.01),
     "dp": (["strategy=dp", "devices=2"], 0.05),  # which thread is first decides what is freed when
     "balanced_dp": (["strategy=balanced_dp", "devices=2", "strategy.weights=[1,2]"], 0.05),
-    "model_parallel": (STAGES, 0.01),
-    "1f1b": ([*STAGES, "strategy.num_microbatches=4"], 0.1),
-    "gpipe": ([*STAGES, "strategy.num_microbatches=4", "strategy.schedule=gpipe"], 0.1),
+    "1f1b": (STAGES, 0.1),
+    "gpipe": ([*STAGES, "strategy.schedule=gpipe"], 0.1),
 }
 
 

@@ -49,11 +49,9 @@ def test_devices_are_found_and_described() -> None:
 
 
 WAYS = [
-    ["strategy=dp", "accelerator=late", "devices=2"],
-    ["strategy=dp", "devices=[late:0,late:1]"],
-    ["strategy=dp", "accelerator=auto", "devices=2"],
+    ["strategy=dp", "accelerator=auto"],
     # Failed before, as on a GPU: micro-batches of evaluation wait on the host, and are tensors of inference mode.
-    ["strategy=model_parallel", "strategy.num_microbatches=2", "accelerator=late", "devices=2"],
+    ["strategy=model_parallel", "strategy.num_microbatches=2", "accelerator=late"],
 ]
 
 
@@ -61,7 +59,7 @@ def _commands(folder: Path) -> list[list[str]]:
     warnings.simplefilter("ignore")
     found = []
     for i, words in enumerate(WAYS):
-        train(compose([*words, "experiment=digits", "trainer.max_epochs=1", f"run_dir={folder}/{i}"]))
+        train(compose([*words, "experiment=digits", "devices=2", "trainer.max_epochs=1", f"run_dir={folder}/{i}"]))
         found.append(json.loads((folder / str(i) / "result.json").read_text())["devices"])
     return found
 

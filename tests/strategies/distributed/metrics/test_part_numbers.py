@@ -96,7 +96,7 @@ def _fit(strategy: str, num: int, in_parts: bool, devices: dict[str, int]) -> di
 
 @pytest.mark.parametrize(
     ("strategy", "num"),  # of 9 in batches of 4 the last batch has one sample, of 11 three
-    [("ddp", 9), ("weights", 9), ("weights", 11), ("replicas", 11), ("stages", 11), ("shards", 11)],
+    [("ddp", 9), ("weights", 11), ("replicas", 11), ("stages", 11), ("shards", 11)],
 )
 def test_a_number_per_batch_counts_once_by_the_samples_of_its_rank(strategy: str, num: int) -> None:
     # SumMetric and CatMetric counted what hooks gave once per rank, and MaxMetric refused the norm of a gradient. A
@@ -150,8 +150,8 @@ IN_HOOKS = "numbers by a hook, outside of a step, and ranks have"
 @pytest.mark.parametrize(
     ("name", "in_steps", "told"),
     [
-        *((name, True, IN_STEPS) for name in ("MaxMetric", "MinMetric", "SumMetric", "CatMetric", "RunningSum")),
-        *((name, False, f"{IN_HOOKS} different") for name in ("MeanMetric", "MaxMetric", "SumMetric", "CatMetric")),
+        *((name, True, IN_STEPS) for name in ("MaxMetric", "CatMetric", "RunningSum")),
+        *((name, False, f"{IN_HOOKS} different") for name in ("MeanMetric", "SumMetric")),
         ("SumMetric of a count", False, f"{IN_HOOKS} the same whole numbers"),
     ],
 )

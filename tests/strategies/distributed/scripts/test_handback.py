@@ -33,6 +33,10 @@ class History(pl.Callback):
         self.losses: list[float] = []
         self.open = open  # pickled by name
         self.lock: Any = None
+        self.num_failed = 0
+
+    def on_exception(self, *_: Any) -> None:
+        self.num_failed += 1
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -41,6 +45,7 @@ class History(pl.Callback):
 class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.lr = 0.01
         self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         self.epochs: list[int] = []
         self.late: torch.nn.Module | None = None
@@ -72,7 +77,7 @@ class Net(pl.LightningModule):
         self.epochs.append(self.current_epoch)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, _halve)]
 
 
@@ -218,13 +223,6 @@ def test_a_method_given_to_a_module_under_another_name_reaches_spawned_ranks() -
     assert sent.configure_optimizers.__self__ is sent.by_name.__self__ is sent
 
 
-class Counting(History):
-    failed = 0
-
-    def on_exception(self, *_: Any) -> None:
-        self.failed += 1
-
-
 class Failing(Net):
     def on_validation_end(self) -> None:
         if not self.trainer.sanity_checking:
@@ -238,11 +236,11 @@ class Refusing(Net):
 
 def fail(folder: Path) -> None:
     trainer = made("ddp", folder)
-    trainer.callbacks[0] = counting = Counting()
+    history: Any = trainer.callbacks[0]
     with pytest.raises(RankError, match="not again"):
         trainer.fit(Failing().eval(), data(), data())
-    assert trainer.callbacks[0] is counting  # as on one device it has counted the failure, and kept what it had seen
-    assert (counting.failed, len(counting.losses)) == (1, 3)
+    assert trainer.callbacks[0] is history  # as on one device it has counted the failure, and kept what it had seen
+    assert (history.num_failed, len(history.losses)) == (1, 3)
     with pytest.raises(ConfigError, match=r"^no such thing. Give another.$"):
         made("ddp", folder).fit(Refusing(), data(), data())
 
@@ -251,20 +249,11 @@ def test_a_failure_of_the_ranks_is_one_of_fit_and_their_callbacks_come_back(tmp_
     run_script(fail, tmp_path)
 
 
-class Tuned(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.01
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
 def tune(strategy: str, folder: Path) -> dict[str, Any]:
     """Search for a learning rate, which ends the search's run by an exception, and train."""
     torch.set_num_threads(1)
     pl.seed_everything(5, verbose=False)
-    module = Tuned().eval()
+    module = Net().eval()
     trainer = made(strategy, folder, default_root_dir=folder)
     history: Any = trainer.callbacks[0]
     alike = DataLoader(TensorDataset(torch.ones(12, 3, dtype=torch.float64)), 4)  # rank 0's loss is that of all
