@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def _objects(part: nn.Module) -> dict[str, dict[str, Any]]:
         f"{key}.": vars(value)
         for key, value in vars(part).items()
         if key not in LIGHTNING_KEYS and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
-        and type(value).__module__.partition(".")[0] not in _LIBRARIES
+        and (isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _LIBRARIES)
     }  # fmt: skip
 
 

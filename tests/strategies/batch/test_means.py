@@ -29,16 +29,10 @@ def test_a_mean_divides_by_the_sum_of_its_weights(weight: Tensor | None, expecte
     assert values.grad.tolist() == gradient
 
 
-@pytest.mark.parametrize(
-    ("values", "weight", "expected"),
-    [
-        (VALUES[:0], None, 0.0),
-        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 0.0]), 1.0),  # a weight of zero counts for nothing
-        (torch.tensor([True, True, False, False]), None, 0.5),
-    ],
-)
-def test_what_counts_nothing_is_left_out_and_integers_have_a_mean(values: Tensor, weight: Any, expected: float) -> None:
-    assert evener.mean(values, weight=weight).item() == expected
+def test_what_counts_nothing_is_left_out_and_integers_have_a_mean() -> None:
+    assert evener.mean(VALUES[:0]).item() == 0.0
+    assert evener.mean(torch.tensor([1.0, torch.nan]), weight=torch.tensor([1.0, 0.0])).item() == 1.0
+    assert evener.mean(torch.tensor([True, True, False, False])).item() == 0.5
 
 
 def test_half_precision_neither_overflows_nor_changes_its_type() -> None:
@@ -60,16 +54,3 @@ def test_half_precision_neither_overflows_nor_changes_its_type() -> None:
 def test_weights_that_cannot_be_honoured_are_refused(weight: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evener.mean(VALUES, weight=weight)
-
-
-def test_a_mode_of_torch_sees_the_mean() -> None:
-    seen: list[object] = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        evener.mean(VALUES)
-    assert evener.mean in seen

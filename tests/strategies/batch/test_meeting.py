@@ -70,16 +70,14 @@ class Modes(Net):
 SEEN: list[Any] = []
 
 
-@pytest.mark.parametrize("inference", [True, False])
-def test_threads_have_the_state_of_the_calling_thread_and_then_their_own(inference: bool) -> None:
-    SEEN.clear()
-    options = {"precision": "bf16-mixed", "num_sanity_val_steps": 0, "inference_mode": inference}
+def test_threads_have_the_state_of_the_calling_thread_and_then_their_own() -> None:
+    options = {"precision": "bf16-mixed", "num_sanity_val_steps": 0}
     case, module = Case(num=4, dtype=torch.float32, trainer=options), Modes()
     trainer = fit(case, module, DataParallelStrategy(verify=False), devices=3, max_epochs=1)
     training = [one for one in SEEN if one[2] is torch.bfloat16][:3]  # a few samples are looked at before, without
     trainer.validate(module, case.loader(), verbose=False)
     assert training == [(grad, False, torch.bfloat16) for grad in (False, True, True)]
-    assert SEEN[-3:] == [(False, inference, torch.bfloat16)] * 3
+    assert SEEN[-3:] == [(False, True, torch.bfloat16)] * 3
 
 
 class Fails(Net):

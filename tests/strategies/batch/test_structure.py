@@ -13,21 +13,18 @@ from parity import Case, Net, make_trainer
 from pytorch_lightning.utilities import CombinedLoader
 from regression import quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
     ConfigError,
     DataParallelStrategy,
     DDPStrategy,
-    FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.batch.structure import BatchStructure
 
 STRATEGIES: list[Any] = [
-    DataParallelStrategy,
     lambda **options: BalancedDataParallelStrategy(weights=[1, 2], **options),
     lambda **options: ModelParallelStrategy(num_microbatches=2, **options),
 ]
@@ -52,56 +49,22 @@ def assert_trains_alike(module: Callable[[], Net], loader: Any, strategy: Any, *
 
 
 class Detector(Net):
-    """One loss per image, of images in a stack or a list, and a list of its boxes; summed in one way or another."""
-
-    def read(self, batch: Any) -> Any:
-        return batch["image"], batch["boxes"]
+    """The mean of one loss per image, of images in a stack and a list of their boxes."""
 
     def loss(self, batch: Any) -> Tensor:
-        losses: list[Tensor] = []
-        for image, boxes in zip(*self.read(batch), strict=True):
-            out = self(image.reshape(-1, 4)).mean()
-            losses.append((out - (boxes["box"] if isinstance(boxes, dict) else boxes)).square().mean())
-        return torch.stack(losses).mean()
+        pairs = zip(batch["image"], batch["boxes"], strict=True)
+        return torch.stack([(self(image).mean() - box).square().mean() for image, box in pairs]).mean()
 
     def size(self, batch: Any) -> int:
-        return len(self.read(batch)[1])
-
-
-class TupleDetector(Detector):
-    def read(self, batch: Any) -> Any:
-        return batch
+        return len(batch["boxes"])
 
 
 def stacked_images(samples: Any) -> Any:
     return {"image": torch.stack([image for image, _ in samples]), "boxes": [boxes for _, boxes in samples]}
 
 
-def tuple_of_tuples(samples: Any) -> Any:
-    return tuple(zip(*samples, strict=True))
-
-
 def boxes(*counts: int) -> list[Any]:
     return [(vectors(4, seed=i), vectors(count, 4, seed=9 + i)) for i, count in enumerate(counts)]
-
-
-TARGETS = [{"box": vectors(count, 4, seed=count), "name": f"{count}"} for count in (3, 3, 1, 3, 2, 3, 3, 3, 3, 1)]
-DETECTED: Any = [(vectors(3, 4, 4 * (1 + i % 2), seed=i), target) for i, target in enumerate(TARGETS)]
-
-
-def test_accumulation_on_one_device_counts_images() -> None:
-    """Batches of 3, 3, 3 and 1 images of 3 channels: each image weighs the same, as in one batch of 10."""
-
-    class Summed(TupleDetector):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    found = [
-        weights_of(Summed, DataLoader(DETECTED, size, collate_fn=tuple_of_tuples), SingleDeviceStrategy(), 1, **options)
-        for size, options in ((3, {"accumulate_grad_batches": 4, "exact_accumulation": True}), (10, {}))
-    ]
-    num = sum(p.numel() for p in Summed().parameters())
-    torch.testing.assert_close(found[0][:num], found[1][:num], rtol=0, atol=1e-10)
 
 
 class Weighted(Net):
@@ -137,22 +100,6 @@ class Stream(IterableDataset[Any]):
             yield self.make(self.samples[start : start + self.size])
 
 
-class Views(Net):
-    """Two views of each sample, whose outputs shall be alike."""
-
-    def loss(self, batch: Any) -> Tensor:
-        weak, strong = batch
-        return (self(weak) - self(strong)).square().mean() + self(weak).mean()
-
-    def size(self, batch: Any) -> int:
-        return len(batch[0])
-
-
-def as_views(samples: Any) -> Any:
-    x = torch.stack([x for x, _ in samples])
-    return x, x * 2
-
-
 class Combined(Net):
     """Labelled and unlabelled samples, of loaders that differ."""
 
@@ -181,27 +128,25 @@ def test_combined_loaders_of_unequal_batches_are_refused_by_name_or_have_whole_o
     assert_trains_alike(Combined, loaders(), strategy(batch_dims={"unlab": "none"}))
 
 
-class Nested(pl.LightningModule):
+class Nested(Net):
     """Reads `{"data": [{"x": x}, (y,)]}`, whose list is no list of samples."""
 
-    def __init__(self, num_inputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(num_inputs, dtype=torch.float64))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         (first, (y,)) = batch["data"]
-        loss = (first["x"] @ self.weight - y).square().mean()
-        self.log("loss", loss, batch_size=len(y), on_step=False, on_epoch=True)
-        return loss
+        return nn.functional.cross_entropy(self(first["x"]), y)
 
-    validation_step = test_step = training_step
+    def size(self, batch: Any) -> int:
+        return len(batch["data"][1][0])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+
+class OfStream(Nested):
+    def loss(self, batch: Any) -> Tensor:
+        (first, (y,)) = batch["data"]
+        return (first["x"].sum(1) - y).square().mean()
 
 
 def as_nested(samples: list[tuple[Tensor, Tensor]]) -> Any:
-    x, y = torch.utils.data.default_collate(samples)
+    x, y = default_collate(samples)
     return {"data": [{"x": x}, (y,)]}
 
 
@@ -209,8 +154,8 @@ def _tested(kind: Any, num: int, **options: Any) -> float:
     """The mean error over samples 1, 2, ... of a stream, whose targets are twice as large."""
     stream = Stream(None, 1, [(torch.tensor([x]), 2 * x) for x in torch.arange(1.0, 1 + num, dtype=torch.float64)])
     loader = DataLoader(stream, 3, collate_fn=as_nested)
-    [found] = quiet_trainer(kind(**options), 2).test(Nested(1), loader, verbose=False)
-    return found["loss"]
+    [found] = quiet_trainer(kind(**options), 2).test(OfStream(), loader, verbose=False)
+    return found["test_loss"]
 
 
 def _tested_on_ranks(kind: Any, num: int) -> float:
@@ -222,94 +167,28 @@ def test_a_stream_whose_samples_are_not_known_is_evaluated(num: int, expected: f
     """Of one sample in batches of 3, the list of two tensors was taken for two samples: an IndexError, or worse."""
     wanted = pytest.approx(expected, rel=1e-12)
     assert _tested(DataParallelStrategy, num) == wanted
-    for kind in (DDPStrategy, FSDPStrategy):
-        assert run_ranks(_tested_on_ranks, 2, kind, num) == [wanted, wanted]
+    assert run_ranks(_tested_on_ranks, 2, DDPStrategy, num) == [wanted, wanted]
 
 
-def test_few_samples_that_are_looked_at_first_decide_nothing_about_batches_of_the_loaders_size() -> None:
-    # Eight samples are no batch of 4; of tensors in lists that don't have as many rows the lists were cut.
-    rows, found = vectors(9, 4), list[list[float]]()
-    for strategy in (SingleDeviceStrategy(), DataParallelStrategy(["cpu", "cpu"])):
-        module, loader = Nested(3), DataLoader([(row[:3], row[3]) for row in rows], 4, collate_fn=as_nested)  # type: ignore[arg-type]
-        trainer = quiet_trainer(strategy, max_epochs=1)
-        trainer.fit(module, loader, loader)
-        found.append([*module.weight.tolist(), trainer.callback_metrics["loss"].item()])
-    assert found[1] == pytest.approx(found[0], abs=1e-12)
-
-
-class Graphs:
-    """As torch_geometric's batch of graphs, whose `len` counts its attributes."""
-
-    def __init__(self, graphs: list[Tensor]) -> None:
-        self.x, self.num_graphs = torch.cat(graphs), len(graphs)
-        self.graph = torch.repeat_interleave(torch.arange(len(graphs)), torch.tensor([len(x) for x in graphs]))
-
-    @classmethod
-    def from_data_list(cls, graphs: list[Tensor]) -> "Graphs":
-        return cls(graphs)
-
-    def to_data_list(self) -> list[Tensor]:
-        return [self.x[self.graph == i] for i in range(self.num_graphs)]
-
-    def to(self, device: Any) -> "Graphs":
-        return self
-
-    def __len__(self) -> int:
-        return 2
-
-
-class GraphNet(Net):
-    def loss(self, batch: Any) -> Tensor:
-        pooled = torch.zeros(batch.num_graphs, 4).double().index_add(0, batch.graph, batch.x)
-        return self(pooled).square().mean()
-
-    def size(self, batch: Any) -> int:
-        return batch.num_graphs
-
-
-@pytest.mark.parametrize(
-    ("dims", "message"),
-    [
-        ({"boxes": "lists"}, r"dp: batch_dims=\{boxes: lists\} is unknown. Choose one of list"),
-        ({"boxes": True}, r"batch_dims=\{boxes: True\} is unknown"),
-    ],
-)
-def test_unknown_words_are_refused(dims: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        DataParallelStrategy(batch_dims=dims)
+@pytest.mark.parametrize("word", ["lists", True])
+def test_unknown_words_are_refused(word: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"dp: batch_dims=\{{boxes: {word}\}} is unknown. Choose one of list"):
+        DataParallelStrategy(batch_dims={"boxes": word})
 
 
 def loads(samples: Any, size: int | None, collate: Any = None) -> Callable[[], Any]:
     return partial(DataLoader, samples, size, collate_fn=collate)
 
 
-PAIRS = [(vectors(4, seed=i), vectors(4, seed=20 + i)) for i in range(7)]
-GRAPHS = [vectors(1 + i % 3, 4, seed=i) for i in range(7)]
-
-
-def test_graphs_keep_the_places_of_chunks_without_samples() -> None:
-    """Found by the zoo: under balanced_dp one graph went to the second device, which had no chunk."""
-    chunks = BatchStructure().split(Graphs(GRAPHS[:3]), [0, 2, 1])
-    assert [chunk if chunk is None else chunk.num_graphs for chunk in chunks] == [None, 2, 1]
-
-
 TRAINED: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
     # Boxes were cut inside the images, a loss of 0.7472 instead of 0.8635: in some batches an image has as many boxes
     # as the batch has images.
     "boxes, at first": (Detector, loads(boxes(2, 2, 1, 2, 3, 1, 2, 2), 2, stacked_images), {}),
-    "boxes, ragged": (Detector, loads(boxes(3, 3, 3, 1, 2, 1, 1), 3, stacked_images), {}),
-    # `tuple(zip(*batch))` was counted by the first image's channels
-    "detectors": (TupleDetector, loads(DETECTED, 3, tuple_of_tuples), {}),
-    "a shared vector": (Weighted, loads(CLASSIFIED, 4, with_constant), {}),
-    "a shared vector as long as a batch": (Weighted, loads(CLASSIFIED, 3, with_constant), {}),
     "a shared vector of a stream": (Weighted, loads(Stream(with_constant, 3), None), {"batch_dims": {"w": "none"}}),
-    "two views": (Views, loads(PAIRS, 2), {}),
-    "two views of a stream": (Views, loads(Stream(as_views, 2), None), {}),
     # a pair of views beside a batch of 2 was cut into samples: 0.4743 became 0.4936
     "two loaders": (Combined, partial(combined, 8, 2, 6, 2, "max_size"), {}),
-    # FixMatch's: six unlabelled samples beside two
-    "six beside two": (Combined, partial(combined, 8, 2, 24, 6, "max_size_cycle"), {}),
-    "graphs": (GraphNet, loads(GRAPHS, 4, Graphs), {}),
+    # eight samples, which are looked at first, are no batch of 4; tensors in lists that had not as many rows were cut
+    "samples in lists": (Nested, loads(CLASSIFIED[:9], 4, as_nested), {}),
 }
 
 
@@ -321,22 +200,22 @@ def test_batches_of_every_kind_train_as_on_one_device(name: str, strategy: Any) 
 
 
 class OfLists(Net):
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0][0][0]), batch[1]["y"])
+    def read(self, batch: Any) -> Any:
+        return batch[0][0][0], batch[1]["y"]
 
 
 class OfAnything(Net):
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch.x), batch.y)
+    def read(self, batch: Any) -> Any:
+        return batch.x, batch.y
 
 
 def in_lists(samples: Any) -> Any:
-    x, y = torch.utils.data.default_collate(samples)
+    x, y = default_collate(samples)
     return [[x]], {"y": y}
 
 
 def anything(samples: Any) -> Any:
-    x, y = torch.utils.data.default_collate(samples)
+    x, y = default_collate(samples)
     return SimpleNamespace(x=x, y=y)
 
 
@@ -480,11 +359,8 @@ def test_every_loader_of_an_evaluation_has_a_structure_of_its_own() -> None:
 
     class Both(Net):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            value = Detector.loss(self, batch) if dataloader_idx == 0 else Weighted.loss(self, batch)  # pyright: ignore[reportArgumentType]
-            self.log("loss", value, batch_size=len(batch["x" if dataloader_idx else "image"]))
-
-        def read(self, batch: Any) -> Any:
-            return batch["image"], batch["boxes"]
+            kind: Any = Weighted if dataloader_idx else Detector
+            self.log("loss", kind.loss(self, batch), batch_size=kind.size(self, batch))
 
     for strategy, devices in ((DataParallelStrategy(), 2), (SingleDeviceStrategy(), 1)):
         torch.manual_seed(3)

@@ -1,7 +1,7 @@
 """Before the first step a few samples show whether a module trains in parts of a batch as on the whole one."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -107,20 +107,6 @@ def test_what_is_not_refused_trains(module: type[Net], options: Any) -> None:
     assert torch.isfinite(trained(module(), DataParallelStrategy(**options))).all()
 
 
-class Detached(Net):
-    """A factor is computed of detached means."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        first, second = F.cross_entropy(self.net(x), y), self.net(x).pow(2).mean()
-        return first + first.detach() / second.detach() * second
-
-
-def test_numbers_detached_from_the_loss_are_the_whole_batchs() -> None:
-    one = trained(Detached(), SingleDeviceStrategy(), devices=1)
-    for strategy in (ModelParallelStrategy(num_microbatches=2), DataParallelStrategy()):
-        torch.testing.assert_close(trained(Detached(), strategy), one, rtol=0, atol=1e-12)
-
-
 class Estimates(Net):
     """Improves the estimate of its norm in each forward, and counts its steps."""
 
@@ -154,15 +140,14 @@ class Calls(Net):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "names", "left", "calls"),
+    ("strategy", "names", "left"),
     [
-        (ModelParallelStrategy(num_microbatches=2), "last_loss, last_size, num_calls", (6, 2), [4, 4, 4, 4, 3, 2]),
-        # the root's chunk of the last batch of 5; what the look has appended to `calls` is gone
-        (DataParallelStrategy(), "last_loss, last_size", (3, 3), [4, 4, 4, 4, 3, 2]),
+        (ModelParallelStrategy(num_microbatches=2), "last_loss, last_size, num_calls", (6, 2)),
+        (DataParallelStrategy(), "last_loss, last_size", (3, 3)),  # the root's chunk of the last batch of 5
     ],
 )
 def test_an_attribute_that_nobody_reads_is_told_once(
-    strategy: Any, names: str, left: Any, calls: list[int], caplog: pytest.LogCaptureFixture
+    strategy: Any, names: str, left: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Calls()
     with caplog.at_level("INFO"):
@@ -170,7 +155,7 @@ def test_an_attribute_that_nobody_reads_is_told_once(
     told = f"training_step leaves {names} otherwise in parts of a batch than in the whole one"
     assert caplog.text.count(told) == 1
     assert (module.num_calls, module.last_size) == left
-    assert module.calls == calls
+    assert module.calls == [4, 4, 4, 4, 3, 2]  # what the look has appended is gone
 
 
 class Carries(Net):
@@ -242,61 +227,35 @@ class Trimmed(Net):
         return losses[losses <= losses.quantile(0.8)].mean()
 
 
-@pytest.mark.parametrize("start", range(6))
-def test_samples_that_a_statistic_of_the_batch_chooses_are_not_those_of_parts(start: int) -> None:
-    loader = DataLoader(Subset(data(), range(start, start + 12)), 6)
-    one, two = (
-        trained(Trimmed(), own, loader, n) for n, own in ((1, SingleDeviceStrategy()), (2, DataParallelStrategy()))
-    )
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
-
-
-class Running:
-    """Sums of what it has seen."""
-
-    def __init__(self) -> None:
-        self.num, self.total = 0, torch.zeros(3, dtype=torch.float64)
-
-    def centred(self, x: Tensor) -> Tensor:
-        self.num, self.total = self.num + len(x), self.total + x.sum(0)
-        return x - self.total / self.num
-
-
-class Centred(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.running = Running()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(self.running.centred(x)), y)
-
-
-@pytest.mark.parametrize("strategy", [DataParallelStrategy(), ModelParallelStrategy(num_microbatches=2)])
-def test_a_comparison_leaves_objects_of_the_module_as_they_were(strategy: Any) -> None:
-    module = Centred()
-    two = trained(module, strategy)
-    assert module.running.num == 8 + 8 + 5
-    torch.testing.assert_close(two, trained(Centred(), SingleDeviceStrategy(), devices=1), rtol=0, atol=1e-12)
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(data())
 
 
-def test_parts_that_no_loss_weight_makes_right_get_whole_batches() -> None:
-    """A warning told that they were wrong."""
-    loader = DataLoader(Stream(), 2, collate_fn=lambda items: (*default_collate(items), [2, 3]))
-    one, two = (
-        trained(Listed(), own, loader, n) for n, own in ((1, SingleDeviceStrategy()), (2, DataParallelStrategy()))
-    )
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+def beside_settings(samples: Any) -> Any:
+    return (*default_collate(samples), [2, 3])
 
 
-def test_of_a_stream_the_first_batch_is_looked_at() -> None:
-    one = trained(Weighed(), SingleDeviceStrategy(), DataLoader(Stream(), 8), 1)
-    two = trained(Weighed(), DataParallelStrategy(), DataLoader(Stream(), 8))
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
+    **{
+        f"samples chosen by a statistic, from {i}": (
+            Trimmed,
+            lambda i=i: DataLoader(Subset(data(), range(i, i + 12)), 6),
+        )
+        for i in range(6)
+    },
+    "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Stream(), 8)),
+    # a warning told that the parts were wrong, which no loss_weight makes right
+    "settings beside a stream's samples": (Listed, lambda: DataLoader(Stream(), 2, collate_fn=beside_settings)),
+}
+
+
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: ModelParallelStrategy(num_microbatches=2)])
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_exact_in_parts_or_on_whole_batches_trains_as_on_one_device(name: str, strategy: Any) -> None:
+    module, loader = ALIKE[name]
+    found = trained(module(), strategy(), loader())
+    torch.testing.assert_close(found, trained(module(), SingleDeviceStrategy(), loader(), 1), rtol=0, atol=1e-12)
 
 
 class ReadyBatches(torch.utils.data.Dataset[Any]):

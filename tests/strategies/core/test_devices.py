@@ -1,4 +1,4 @@
-"""Differences between devices, shown without an accelerator: by fakes that record what they are asked."""
+"""What differs between devices, shown without an accelerator."""
 
 from typing import Any, cast
 
@@ -6,36 +6,8 @@ import pytest
 import torch
 
 from evener.strategies import DDPStrategy
-from evener.strategies.core import devices
-from evener.strategies.core.devices import (
-    broadcast_coalesced,
-    for_lightning,
-    is_out_of_memory,
-    resolve_devices,
-    to_device,
-)
+from evener.strategies.core.devices import broadcast_coalesced, is_out_of_memory
 from evener.strategies.distributed.group import bound_device
-
-
-class Moved:
-    """Records how it is moved."""
-
-    def to(self, device: torch.device, non_blocking: bool) -> tuple[str, bool]:
-        return device.type, non_blocking
-
-
-def test_lightning_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert [for_lightning(name) for name in ("gpu", "auto", "cpu")] == ["gpu", "auto", "cpu"]
-
-
-@pytest.mark.parametrize(("device", "non_blocking"), [("cuda:0", True), ("mps:0", False), ("cpu", False)])
-def test_only_copies_to_streams_are_asynchronous(
-    device: str, non_blocking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_is_present", lambda kind: True)
-    moved = to_device(cast(Any, Moved()), torch.device(device))
-    assert cast(Any, moved) == (device.partition(":")[0], non_blocking)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +23,6 @@ def test_only_copies_to_streams_are_asynchronous(
 )
 def test_exhausted_memory_is_recognized_whoever_reports_it(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
-
-
-def test_a_name_without_an_index_means_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
-    assert resolve_devices(["cuda", "cpu", "mps"]) == [
-        torch.device("cuda:0"), torch.device("cpu"), torch.device("mps:0"),
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

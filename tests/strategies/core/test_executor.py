@@ -1,9 +1,7 @@
-"""Pieces in threads: each ends with its step, and those that share a device's generator share a thread."""
+"""Pieces in threads: each ends with its step, and has the calling thread's autocast."""
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -35,28 +33,6 @@ def test_no_thread_runs_on_after_an_error_and_twelve_may_wait_for_each_other() -
         executor.run(pieces(fail, slow))
     assert done.is_set()
     assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
-    executor.shutdown()
-
-
-def test_repeated_accelerators_share_a_thread_and_others_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share a generator, which threads would read in an order of their own."""
-    monkeypatch.setattr(executor_module, "is_accelerator", lambda device: device.type == "meta")
-    monkeypatch.setattr(executor_module, "current_stream", lambda device: None)
-    monkeypatch.setattr(executor_module, "on_device", lambda *_: nullcontext())
-    seen: list[tuple[int, str]] = []
-    both_devices = threading.Barrier(2)
-
-    def note(i: int) -> None:
-        if i != 1:
-            both_devices.wait(60)
-        seen.append((i, threading.current_thread().name))
-
-    devices = [torch.device("meta", 0), torch.device("meta", 0), torch.device("meta", 1)]
-    executor = Executor()
-    executor.run([Piece(device, str(i), partial(note, i)) for i, device in enumerate(devices)])
-    threads = dict(seen)
-    assert [i for i, _ in seen if i < 2] == [0, 1]
-    assert threads[0] == threads[1] != threads[2]
     executor.shutdown()
 
 

@@ -168,15 +168,12 @@ ROWS = "steps see the global batch (strategy.global_view), which is exact but sl
 ALL = "each rank computes all of the global batch (strategy.global_view), which is exact but no faster than one rank"
 ON_RANKS = {
     "ddp": (_ddp(), 2, 8, ROWS),
-    "ddp, batches per device": (_ddp(batch_size_is="per_device"), 2, 4, ROWS),
     "balanced_ddp": (_ddp(BalancedDDPStrategy, weights=[1, 2]), 2, 8, ROWS),
     "fsdp": (_ddp(FSDPStrategy, batch_size_is="per_device"), 2, 4, ROWS),
     "fsdp, recomputing": (_ddp(FSDPStrategy, recompute=["net.4"]), 2, 8, ALL),
-    "fsdp, synchronized": (_ddp(FSDPStrategy, sync_batchnorm=True), 2, 8, ALL),
     "replicas": (_ddp(devices_per_process=2), 4, 8, ALL),
     "shards": (_ddp(shard_optimizer=True), 2, 8, ALL),
     "compressed": (_ddp(compression="fp16", batch_size_is="per_device"), 2, 4, ALL),
-    "recomputing": (_ddp(recompute=["net.4"]), 2, 8, ALL),
     "synchronized": (_ddp(sync_batchnorm=True), 2, 8, ALL),
     "stages": (_ddp(DDPModelParallelStrategy, num_microbatches=2), 4, 8, ALL),
 }
@@ -198,7 +195,6 @@ IN_ONE_PROCESS = {
     "dp": (DataParallelStrategy, 2, 8, FIRST),
     "dp of stages": (partial(DataParallelStrategy, model_parallel_size=2), 4, 8, FIRST),
     "balanced_dp, first device spared": (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, 8, FIRST),
-    "balanced_dp": (BalancedDataParallelStrategy, 2, 8, FIRST),
     "model_parallel": (partial(ModelParallelStrategy, num_microbatches=2), 2, 8, "without micro-batches"),
 }
 
@@ -235,17 +231,6 @@ def test_what_it_has_no_use_for_is_refused_by_name(kind: type[DDPStrategy], opti
     out = next(iter(options), "global_view")
     with pytest.raises(ConfigError, match=rf"^{kind.strategy_name}: global_view=true .*\. Leave out {out}\.$"):
         kind(global_view=True, **options)
-
-
-def _told_of_pairs() -> str:
-    with pytest.raises(ConfigError) as told:
-        _fit(DDPStrategy(batch_size_is="global", global_view=False, timeout_s=60), 2, "pairs", 8)
-    return str(told.value)
-
-
-def test_what_ddp_refuses_names_it_as_the_remedy() -> None:
-    for told in run_ranks(_told_of_pairs, 2):
-        assert "leave out DDPStrategy(global_view=False), or set" in told
 
 
 def test_the_log_tells_what_was_computed_on_all_rows_and_what_that_took() -> None:

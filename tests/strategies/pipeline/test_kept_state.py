@@ -39,25 +39,19 @@ class Keeps(nn.Module):
 
 
 class KeepingNet(Net):
-    """Its layers, or a hook on one, keep features, which its loss reads at the end of the step."""
+    """Its layers keep features, or a loss of their own, which its loss reads at the end of the step."""
 
-    def __init__(self, by: str) -> None:
+    def __init__(self, keeps_list: bool) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Keeps(), nn.Tanh(), nn.Linear(6, 3))
-        self.by, self.features = by, list[Tensor]()
-        if by == "a hook":
-            self.net[0].register_forward_hook(self.keep)
-        elif by == "a list":
+        self.features: list[Tensor] = []
+        if keeps_list:
             self.net[2].kept = self.features
-
-    def keep(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        if layer.training:
-            self.features.append(output)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch) + sum(feature.square().mean() for feature in self.features)
         self.features.clear()
-        return loss + self.net[2].loss if self.by == "an attribute" else loss
+        return loss if self.net[2].loss is None else loss + self.net[2].loss
 
 
 class Scaled(nn.Module):
@@ -78,28 +72,19 @@ class SettingNet(Net):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), Scaled(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), Scaled())
         self.other = nn.Linear(6, 3)
-        self.is_halved, self.sets = False, sets
-
-    def scores(self, x: Tensor) -> Tensor:
-        return self.net(x) / (2 if self.is_halved else 1)
+        self.sets = sets
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = self.read(batch)
         self.sets(self, True)
-        first = self.scores(x)
+        first = self.net(x)
         self.sets(self, False)
-        return cross_entropy(self.scores(x), y) + first.square().mean() + self.other.weight.square().mean()
+        return cross_entropy(self.net(x), y) + first.square().mean() + self.other.weight.square().mean()
 
 
 def switched_off(m: SettingNet, is_set: bool) -> None:
     """As adapters are for the reference of preference optimization."""
     m.net[1].is_off = m.net[5].is_off = is_set
-
-
-def frozen(m: SettingNet, is_set: bool) -> None:
-    """As the generator's loss goes through a discriminator."""
-    m.net.requires_grad_(not is_set)
-    m.net[0].requires_grad_()
 
 
 def exchanged(m: SettingNet, is_set: bool) -> None:
@@ -157,11 +142,10 @@ class CachingNet(Net):
 
 
 MODULES: dict[str, Callable[[], Net]] = {
-    **{f"kept by {by}": lambda by=by: KeepingNet(by) for by in ("a hook", "a list", "an attribute")},
+    "kept in a list": lambda: KeepingNet(True),
+    "kept as an attribute": lambda: KeepingNet(False),
     "layers switched off": lambda: SettingNet(switched_off),
-    "own flag": lambda: SettingNet(lambda m, is_set: setattr(m, "is_halved", is_set)),
     "evaluation mode": lambda: SettingNet(lambda m, is_set: m.net.train(not is_set)),
-    "frozen": lambda: SettingNet(frozen),
     "layers exchanged": lambda: SettingNet(exchanged),
     "other weights": lambda: FunctionalNet(with_other_weights),
     "torch.func": lambda: FunctionalNet(transformed),

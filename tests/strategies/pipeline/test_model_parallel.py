@@ -4,7 +4,6 @@ import logging
 import threading
 import weakref
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from parity import FEATURES, Case, GroupsNet, Net, assert_equal, baseline, fit, make_module, make_trainer, run
 from pytorch_lightning.plugins import MixedPrecision
-from stage_modules import DEEP, DeepNet, SquareNet
+from stage_modules import DEEP, DeepNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -23,7 +22,7 @@ from evener.trainer import Trainer
 Halves = partial(ModelParallelStrategy, num_microbatches=2)
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 4), (2, 1), (3, 2), (4, 3), (4, 4)])
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 4), (3, 2), (4, 4)])
 def test_deep_module_equals_one_device(num_stages: int, num_microbatches: int) -> None:
     found = run(DEEP, ModelParallelStrategy(num_microbatches=num_microbatches), devices=num_stages)
     assert_equal(found, baseline(DEEP), 1e-10)
@@ -47,48 +46,10 @@ class ReentrantNet(CheckpointedNet):
     reentrant = True
 
 
-class BranchedNet(Net):
-    """Its first layer is used beside all others too: backward comes to stage 0 before it has left the last."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) + self.net[0](x)[:, :3].tanh()
-
-
-class Registers(Net):
-    """Registers a hook in every step, which each micro-batch that had registered one called."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
-        return super().training_step(batch, batch_idx)
-
-
-class RegistersOnAParameter(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net[0].weight.register_hook(lambda gradient: gradient * 1.5)
-        return super().training_step(batch, batch_idx)
-
-
-class RegistersOnce(Net):
-    """Registers a hook in the first step, as an attribute says."""
-
-    has_hook = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if not self.has_hook:
-            self.net[0].register_forward_hook(lambda layer, args, output: output * 1.5)
-            self.has_hook = True
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.timeout(600, method="thread")  # modules that were called in backward waited for a turn for ever
-@pytest.mark.parametrize(
-    ("module", "num_stages"),
-    [
-        *product((CheckpointedNet, ReentrantNet), (2, 3)),
-        *product((BranchedNet, SquareNet, Registers, RegistersOnAParameter, RegistersOnce), (2,)),
-    ],
-)
-def test_backward_passes_that_come_back_and_hooks_equal_one_device(module: type[Net], num_stages: int) -> None:
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("module", [CheckpointedNet, ReentrantNet])
+def test_backward_passes_that_come_back_equal_one_device(module: type[Net], num_stages: int) -> None:
     found = run(Case(module), ModelParallelStrategy(num_microbatches=3), devices=num_stages)
     assert_equal(found, baseline(Case(module)), 1e-10)
 
@@ -98,9 +59,8 @@ def scaled() -> Any:
     return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
 
 
-@pytest.mark.parametrize("clip", [0.1, None])  # where clipping hides a scale
-def test_gradient_scaler_equals_one_device(clip: float | None) -> None:
-    case = Case(GroupsNet, dtype=torch.float32, num=22, trainer={"gradient_clip_val": clip})
+def test_gradient_scaler_equals_one_device() -> None:
+    case = Case(GroupsNet, dtype=torch.float32, num=22)  # without clipping, which hides a scale
     one = run(case, "single_device", devices=1, plugins=[scaled()])
     many = run(case, Halves(), devices=2, plugins=[scaled()])
     assert (many.weights - one.weights).abs().max() < 2e-3  # of half precision
@@ -167,19 +127,6 @@ class Fails(Net):
 def test_a_failure_in_a_micro_batch_names_it() -> None:
     with pytest.raises(ValueError, match=r"broken \[micro-batch 2 of 2, 1 of 3 samples, on cpu\]"):
         run(Case(Fails, num=6, batch_size=3), Halves(), devices=2)
-
-
-class Skips(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
-
-
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # Lightning's; here it is on purpose
-def test_a_step_may_skip_the_whole_batch() -> None:
-    assert_equal(run(Case(Skips), Halves(), devices=2), baseline(Case(Skips)), 1e-10)
 
 
 class TwoDevices(Net):

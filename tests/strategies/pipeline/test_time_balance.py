@@ -12,10 +12,7 @@ from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, ma
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
-from evener.strategies.pipeline import _time_balance, stages
-from evener.strategies.pipeline._time_balance import PartTimes, TimeBalance
-from evener.strategies.pipeline.options import StageOptions
-from evener.strategies.pipeline.stages import Stages
+from evener.strategies.pipeline import _time_balance
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BY_TIME: dict[str, Any] = {"balance": "time", "num_microbatches": 2, "deterministic": False, "optimizer_copies": 0}
@@ -94,57 +91,10 @@ def test_a_device_of_twice_the_speed_gets_twice_the_work() -> None:
     assert stages_of(device_weights=[1, 5]) == [0, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_training_equals_one_device_before_and_after(schedule: Any) -> None:
+def test_training_equals_one_device_before_and_after() -> None:
     case = Case(SlowNet, num=46, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
-    strategy = ModelParallelStrategy(schedule=schedule, **BY_TIME)
+    strategy = ModelParallelStrategy(schedule="gpipe", **BY_TIME)
     assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Slow(3.0), Slow(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Late.apply(self.second(self.first(x)), 5.0)  # counts for the part before it
-
-
-def test_parts_are_timed_forward_and_backward_the_first_one_too() -> None:
-    module = Two()
-    times = PartTimes(module, {"first": CPU, "second": CPU})
-    for _ in range(2):
-        times.begin_microbatch()
-        module(torch.ones(2, FEATURES)).sum().backward()
-        times.end_microbatch()
-    module(torch.ones(2, FEATURES))  # validation
-    times.close()
-    assert times.seconds() == {"first": 9.0, "second": 18.0}
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-
-
-def _moved() -> TimeBalance:
-    module: Any = make_module(SLOW)
-    layout = Stages([CPU, META], StageOptions(balance="time", num_microbatches=2, optimizer_copies=0))
-    layout.place(module)
-    module._trainer = type("Optimized", (), {"optimizers": ["first", "second"]})()
-    balance = TimeBalance(module, layout)
-    balance._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
-    return balance
-
-
-def test_optimizer_state_moves_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[Any] = []
-    monkeypatch.setattr(stages, "place_parts", lambda *_: None)  # to meta, torch makes new parameters
-    monkeypatch.setattr(_time_balance, "state_to_parameters", followed.append)
-    devices = _moved().stages.device_of_parts().values()
-    assert [device.type for device in devices] == ["cpu"] * 2 + ["meta"] * 4
-    assert followed == ["first", "second"]  # see test_stage_plan.py for what becomes of their state
-
-
-def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizers would go on with the old ones"):
-        _moved()
 
 
 @pytest.mark.parametrize(
@@ -163,31 +113,20 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         fit(Case(), make_module(Case()), ModelParallelStrategy(**options))
 
 
-class Counted(DDPModelParallelStrategy):
-    """Counts how often its module is wrapped."""
-
-    num_wrapped = 0
-
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        self.num_wrapped += 1
-
-
-def _train_by_time() -> tuple[list[int], int, Tensor]:
-    """A rank's stages at the end, the number of times that its module was wrapped, and the weights."""
+def _train_by_time() -> tuple[list[int], Tensor]:
+    """A rank's stages at the end, and the weights."""
     warnings.simplefilter("ignore")  # Lightning's advice
     _time_balance.time_mark = lambda _: CLOCK[0]
     module: Any = make_module(SLOW)
     if os.environ["RANK"] == "1":  # where the other rank has 3 3 3 1 1 1, which it would cut into 6 and 6 alone
         for layer, seconds in zip(module.net, (9.0, 1.0, 1.0, 1.0, 1.0, 1.0), strict=True):
             layer.seconds = seconds
-    strategy = Counted(batch_size_is="global", timeout_s=60, **BY_TIME)
+    strategy = DDPModelParallelStrategy(batch_size_is="global", timeout_s=60, **BY_TIME)
     fit(SLOW, module, strategy, devices=4)
-    return module.stages, strategy.num_wrapped, torch.cat([p.detach().flatten() for p in module.parameters()])
+    return module.stages, torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def test_ranks_cut_alike_by_their_average_times_and_train_as_one_device() -> None:
-    for stages_found, num_wrapped, weights in run_ranks(_train_by_time, 2, timeout_s=100):
+    for stages_found, weights in run_ranks(_train_by_time, 2, timeout_s=100):
         assert stages_found == [0, 1, 1, 1, 1, 1]  # of 6 2 2 1 1 1 on the average: 6 and 7
-        assert num_wrapped == 2
         assert (weights - baseline(SLOW).weights).abs().max() <= 1e-10

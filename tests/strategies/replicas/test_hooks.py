@@ -18,37 +18,6 @@ STRATEGIES = [
 ]
 
 
-class Collecting(Net):
-    """Adds up what its layers returned, as transformers' `output_hidden_states=True` does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        states: list[Tensor] = []
-        handles = [
-            layer.register_forward_hook(lambda layer, inputs, output: states.append(output)) for layer in self.net
-        ]
-        out = self.net(x)
-        for handle in handles:
-            handle.remove()
-        return out + 0.1 * sum(state.mean(1, keepdim=True) for state in states)
-
-
-class Scaling(Net):
-    """Scales its first layer's output by a hook, which it removes and registers again between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handle = self.net[0].register_forward_hook(self.scale)
-
-    def scale(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        assert layer is self.net[0]
-        return output * 1.5
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.handle.remove()
-        if batch_idx != 1:
-            self.handle = self.net[0].register_forward_hook(self.scale)
-
-
 class Once(Net):
     """Registers its hook in the first step; only the step's number says that it has."""
 
@@ -68,15 +37,8 @@ class Once(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would not notice a factor
 
 
-class OnceOnAParameter(Once):
-    """Has one weight learn three times as fast."""
-
-    def register(self) -> None:
-        self.net[0].weight.register_hook(lambda gradient: gradient * 3)
-
-
 class RemovedByTheStep(Once):
-    """Registers hooks in the first step, and removes them in the third."""
+    """Registers hooks in the first step, one of which has a weight learn three times as fast; removes them later."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == 2:
@@ -89,18 +51,10 @@ class RemovedByTheStep(Once):
         self.handles = {"weight": self.net[0].weight.register_hook(lambda gradient: gradient * 3)}
 
 
-TRAINED: list[tuple[type[Net], Any]] = [
-    # A replica's hook dictionaries were the root's, so that every hook fired on every replica.
-    *((module, strategy) for module in (Collecting, Scaling) for strategy in STRATEGIES),
-    # What a step leaves in one part is not what it leaves in the whole batch: these get whole batches.
-    *((module, strategy) for module in (Once, OnceOnAParameter, RemovedByTheStep) for strategy in STRATEGIES[:2]),
-]
-
-
-@pytest.mark.parametrize(("module", "strategy"), TRAINED)
-def test_hooks_do_what_they_do_on_one_device(module: type[Net], strategy: Any) -> None:
-    case = Case(module)
-    assert_equal(run(case, strategy(), devices=3), baseline(case), 1e-10)
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_a_step_leaves_in_one_part_is_left_on_whole_batches(threads: bool) -> None:
+    case = Case(RemovedByTheStep)
+    assert_equal(run(case, DataParallelStrategy(threads=threads), devices=3), baseline(case), 1e-10)
 
 
 def test_a_callbacks_hook_is_called_on_every_replica() -> None:

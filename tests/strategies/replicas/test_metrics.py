@@ -10,7 +10,7 @@ import torchmetrics as tm
 from parity import CLASSES, Case, Net, fit, make_trainer
 from torch import Tensor, nn
 from torchmetrics.image import StructuralSimilarityIndexMeasure
-from torchmetrics.wrappers import MinMaxMetric, MultioutputWrapper, MultitaskWrapper, Running
+from torchmetrics.wrappers import MultitaskWrapper, Running
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
@@ -91,26 +91,16 @@ class Measured(Net):
 
 FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]] = {
     "f1": (lambda: 2 * precision() * recall() / (precision() + recall() + 1e-9), lambda out, y, loss: (out, y)),
-    "running": (lambda: Running(accuracy(), 2), lambda out, y, loss: (out, y)),
     "running mean of tokens": (lambda: tm.RunningMean(2), lambda out, y, loss: of_tokens(out, y)),
     "mean": (tm.MeanMetric, lambda out, y, loss: (loss,)),
-    "weighted mean": (tm.MeanMetric, lambda out, y, loss: (loss, len(y))),
     "mean of tokens": (tm.MeanMetric, lambda out, y, loss: of_tokens(out, y)),
     "mean with a constant weight": (tm.MeanMetric, lambda out, y, loss: (loss, 4.0)),
-    "sum of each": (tm.SumMetric, lambda out, y, loss: (out.sum(1),)),
-    "max of equal numbers": (tm.MaxMetric, lambda out, y, loss: (0.5,)),
-    "max of losses": (tm.MaxMetric, lambda out, y, loss: (loss.item(),)),
     # MaxMetric had the mean of the parts' maxima
     "max of one number per part": (tm.MaxMetric, lambda out, y, loss: (out.max(),)),
     "sums": (tm.CatMetric, lambda out, y, loss: (out.sum(0),)),
     "thresholds": (  # a metric with buffers was copied with its stage's hooks
         lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=5),
         lambda out, y, loss: (out.softmax(1), y),
-    ),
-    "minmax": (lambda: MinMaxMetric(accuracy()), lambda out, y, loss: (out, y)),
-    "multioutput": (
-        lambda: MultioutputWrapper(tm.MeanSquaredError(), CLASSES),
-        lambda out, y, loss: (out, nn.functional.one_hot(y, CLASSES).to(out.dtype)),
     ),
     "multitask": (
         lambda: MultitaskWrapper({"a": accuracy(), "b": recall()}),
@@ -126,7 +116,6 @@ FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]
         ),
         lambda out, y, loss: (out, y),
     ),
-    "tokens": (accuracy, lambda out, y, loss: (out.repeat_interleave(2, 0), y.repeat_interleave(2))),
 }
 
 
@@ -144,7 +133,7 @@ def on_one_device(*args: Any) -> list[Any]:
     return measured(SingleDeviceStrategy(), 1, *args)
 
 
-@pytest.mark.parametrize(("strategy", "devices"), CUTTING)
+@pytest.mark.parametrize(("strategy", "devices"), [CUTTING[0], CUTTING[-1]])
 @pytest.mark.parametrize("by_forward", [False, True])
 @pytest.mark.parametrize("name", FED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -216,7 +205,6 @@ class Feeds(Net):
     ("make", "feed"),
     [
         (tm.SumMetric, lambda m, out, y: m.update(out.sum())),
-        (tm.SumMetric, lambda m, out, y: m.update(len(y))),
         (tm.SumMetric, lambda m, out, y: m.update(1)),
         (tm.MeanMetric, lambda m, out, y: m.update(m(out.mean()) + m.compute())),
         (accuracy, lambda m, out, y: (m.reset(), m.update(out, y))),
@@ -323,14 +311,13 @@ def test_ranks_refuse_metrics_that_read_all_samples_of_a_batch(metric: Any, why:
 
 
 @pytest.mark.parametrize("by_forward", [False, True])
-@pytest.mark.parametrize("name", ["f1", "running", "minmax"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_metric_that_was_reset_in_a_test_goes_on(name: str, by_forward: bool) -> None:
+def test_a_metric_that_was_reset_in_a_test_goes_on(by_forward: bool) -> None:
     """States that were reset in inference mode could not be written to outside of it: a second test failed."""
     values: list[Any] = []
     for used, devices in ((DataParallelStrategy(), 3), (SingleDeviceStrategy(), 1)):
         torch.manual_seed(3)
-        module = Measured(*FED[name], by_forward).double()
+        module = Measured(*FED["collection"], by_forward).double()
         case = Case(num=10, trainer={"max_epochs": 1, "inference_mode": devices > 1})
         trainer = make_trainer(case, used, devices=devices)
         for _ in range(2):

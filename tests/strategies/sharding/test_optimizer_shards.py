@@ -59,7 +59,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "clipped": (Deep, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     "two": (Two, {}),
     "Adagrad": (partial(Deep, partial(torch.optim.Adagrad, lr=0.1)), {}),
-    "SGD": (partial(Deep, partial(torch.optim.SGD, lr=0.1, momentum=0.9)), {}),
     "RMSprop": (partial(Deep, partial(torch.optim.RMSprop, lr=0.01, foreach=False)), {}),
 }
 

@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from evener.strategies.sharding.placed import Entry
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint.file_io import CheckpointError, read, shard_file, verify
 from evener.trainer.checkpoint.find import find_newest, good_or_newest
 
 STRATEGIES: dict[str, Any] = {"fsdp": FSDPStrategy, "ddp": DDPStrategy, "one": SingleDeviceStrategy}
-
-
-def test_the_rows_of_all_ranks_are_the_tensor() -> None:
-    """7 rows of 16 bytes from byte 64 on 3 ranks: 3, 3 and 1; on 5 ranks two each, 1, and none."""
-    assert [Entry(64, 7, 16, 3).part(rank) for rank in range(3)] == [(64, 48), (112, 48), (160, 16)]
-    assert [Entry(64, 7, 16, 5).part(rank)[1] for rank in range(5)] == [32, 32, 32, 16, 0]
 
 
 class Odd(Net):
