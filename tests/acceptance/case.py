@@ -130,6 +130,13 @@ class Lit(pl.LightningModule):
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam
     """SGD for losses that no shift of all embeddings changes: Adam makes whole steps of the rounding errors of 0."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+
+    def build(self) -> None:
+        """Make the layers of a module, beside those of its base."""
+
     def step(self, batch: Any) -> Tensor:
         raise NotImplementedError
 
@@ -160,9 +167,10 @@ class Net(Lit):
     sizes = (6, 8, 3)
 
     def __init__(self) -> None:
-        super().__init__()
+        pl.LightningModule.__init__(self)
         self.net = mlp(*self.sizes)
         self.criterion: Callable[..., Tensor] = nn.CrossEntropyLoss()
+        self.build()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -174,7 +182,7 @@ class Net(Lit):
         return self.loss(self(batch[0]), batch[1])
 
 
-class ByHand(pl.LightningModule):
+class ByHand(Lit):
     """The base class of modules with several optimizers, which step by themselves."""
 
     def __init__(self) -> None:

@@ -45,8 +45,7 @@ class LitDigits(LightningModule):
 class ClassWeighted(Net):
     """Rare classes count more."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
 
 
@@ -54,8 +53,7 @@ class ClassWeighted(Net):
 class LabelSmoothing(Net):
     """Label smoothing, SGD with a cosine schedule by step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 
     def configure_optimizers(self):
@@ -84,8 +82,7 @@ class Focal(Net):
 
     gamma = 2.0
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.register_buffer("alpha", torch.tensor([0.5, 1.0, 2.0]))
 
     def loss(self, logits, target):
@@ -113,8 +110,7 @@ class MultiLabel(Net):
 
     sizes, optimizer = (6, 8, 4), torch.optim.AdamW
 
-    def __init__(self, num_labels: int = 4) -> None:
-        super().__init__()
+    def build(self, num_labels: int = 4):
         self.criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((num_labels,), 2.5))
         self.f1 = torchmetrics.F1Score(task="multilabel", num_labels=num_labels, average="macro")
 
@@ -134,8 +130,7 @@ class MultiLabel(Net):
 class ConvBatchNorm(Net):
     """A convolutional network with BatchNorm."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         block = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
         self.net = nn.Sequential(*block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
 
@@ -144,8 +139,7 @@ class ConvBatchNorm(Net):
 class DropoutMlp(Net):
     """Dropout between layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
 
 
@@ -165,8 +159,7 @@ class HardExamples(Net):
 class ArcFace(Lit):
     """Angular margin between an embedding and the weights of its class."""
 
-    def __init__(self, s: float = 8.0, m: float = 0.3) -> None:
-        super().__init__()
+    def build(self, s: float = 8.0, m: float = 0.3):
         self.s, self.m = s, m
         self.encoder = mlp(6, 8, 4)
         self.weight = nn.Parameter(torch.empty(3, 4))

@@ -45,8 +45,7 @@ class SimCLROverBatch(SimCLR):
 class CLIP(Lit):
     """Images and texts, both ways, with a learned temperature."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.visual, self.textual = mlp(6, 8, 4), mlp(5, 8, 4)
         self.logit_scale = nn.Parameter(torch.tensor(2.6592))
 
@@ -64,8 +63,8 @@ class CLIP(Lit):
 class CLIPOverBatch(CLIP):
     """Under fsdp its temperature needs a dimension, too."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
+        super().build()
         self.logit_scale = nn.Parameter(torch.tensor([2.6592]))
 
     def loss(self, *args):
@@ -137,8 +136,7 @@ class BYOL(Lit):
 
     tau = 0.9
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.online, self.predictor = mlp(6, 8, 4), mlp(4, 8, 4)
         self.target = copy.deepcopy(self.online)
         for p in self.target.parameters():
@@ -163,8 +161,7 @@ class BYOL(Lit):
 class SimSiam(Lit):
     """Stop-gradient between two views, BatchNorm in projector and predictor."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.projector = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
         self.predictor = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
         self.criterion = nn.CosineSimilarity(dim=1)
@@ -180,8 +177,7 @@ class SimSiam(Lit):
 class MoCo(Lit):
     """A queue of keys, gathered from all ranks, and a momentum encoder, both updated in the step."""
 
-    def __init__(self, size: int = 24, momentum: float = 0.9) -> None:
-        super().__init__()
+    def build(self, size: int = 24, momentum: float = 0.9):
         self.size, self.momentum = size, momentum
         self.encoder_q, self.encoder_k = mlp(6, 8, 4), mlp(6, 8, 4)
         self.encoder_k.load_state_dict(self.encoder_q.state_dict())
@@ -246,8 +242,7 @@ class GivenTriplets(Net):
 class DINO(Lit):
     """Self-distillation with a centre of the teacher's outputs over all ranks."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.student, self.teacher = mlp(6, 8, 5), mlp(6, 8, 5)
         self.teacher.load_state_dict(self.student.state_dict())
         self.teacher.requires_grad_(False)

@@ -26,8 +26,7 @@ class Adversarial(ByHand):
 class DCGAN(Adversarial):
     """Transposed convolutions with BatchNorm, noise drawn in the step, toggled optimizers."""
 
-    def __init__(self, latent_dim: int = 4) -> None:
-        super().__init__()
+    def build(self, latent_dim: int = 4):
         self.latent_dim = latent_dim
         self.generator = nn.Sequential(
             nn.ConvTranspose2d(latent_dim, 4, 4), nn.BatchNorm2d(4), nn.ReLU(True),
@@ -71,8 +70,7 @@ class WGANGP(Adversarial):
 
     n_critic, lambda_gp = 2, 10.0
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.generator, self.discriminator = mlp(3, 8, 6), mlp(6, 8, 1)
 
     def gradient_penalty(self, real, fake):
@@ -103,8 +101,7 @@ class WGANGP(Adversarial):
 class Pix2Pix(Adversarial):
     """A conditional GAN without noise, and L1."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.generator, self.discriminator = mlp(6, 8, 6), mlp(12, 8, 1)
 
     def training_step(self, batch, batch_idx):
@@ -129,8 +126,7 @@ class Pix2Pix(Adversarial):
 class VAE(Lit):
     """The reparametrisation draws noise; both terms are sums over pixels and means over samples."""
 
-    def __init__(self, latent: int = 3) -> None:
-        super().__init__()
+    def build(self, latent: int = 3):
         self.encoder, self.decoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 2 * latent)), nn.Linear(latent, 64)
 
     def shared_step(self, batch):
@@ -154,8 +150,7 @@ class VAE(Lit):
 class AutoEncoder(Lit):
     """The README's autoencoder."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.encoder, self.decoder = mlp(64, 8, 3, act=nn.ReLU), mlp(3, 8, 64, act=nn.ReLU)
 
     def step(self, batch):
@@ -167,8 +162,7 @@ class AutoEncoder(Lit):
 class Diffusion(Lit):
     """Times and noise are drawn in the step."""
 
-    def __init__(self, num_steps: int = 10) -> None:
-        super().__init__()
+    def build(self, num_steps: int = 10):
         self.num_steps, self.net = num_steps, mlp(65, 16, 64)
         self.register_buffer("alpha_bar", torch.cumprod(1 - torch.linspace(1e-3, 0.2, num_steps), 0))
 
@@ -184,8 +178,7 @@ class Diffusion(Lit):
 class Coder(Lit):
     """Codes of points; what an encoder gives is replaced by the nearest code, straight through."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.encoder, self.decoder = mlp(6, 8, 3), mlp(3, 8, 6)
 
 
@@ -193,8 +186,8 @@ class Coder(Lit):
 class VQVAE(Coder):
     """A codebook that learns by gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
+        super().build()
         self.codebook = nn.Embedding(6, 3)
 
     def step(self, batch):
@@ -208,8 +201,8 @@ class VQVAE(Coder):
 class VQVAEMovingAverage(Coder):
     """A codebook that follows the batch's codes as a moving average: buffers written in the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
+        super().build()
         self.register_buffer("embed", torch.randn(6, 3))
         self.register_buffer("cluster_size", torch.ones(6))
         self.register_buffer("embed_avg", self.embed.clone())
@@ -245,8 +238,7 @@ class VQVAEAfterBatch(VQVAEMovingAverage):
 class VQGAN(Adversarial):
     """The adversarial term is weighted by a ratio of gradients of the last layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.generator = nn.ModuleDict({"body": mlp(6, 8, 4), "last": nn.Linear(4, 6)})
         self.discriminator = mlp(6, 8, 1)
 
@@ -282,8 +274,7 @@ class VQGAN(Adversarial):
 class RealNVP(Lit):
     """A normalising flow of affine couplings: bits per dimension."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.couplings = nn.ModuleList([mlp(3, 8, 6) for _ in range(3)])
 
     def step(self, batch):

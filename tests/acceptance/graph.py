@@ -69,8 +69,7 @@ class GraphConv(nn.Module):
 class GraphNet(Lit):
     """A convolution, and classes of its nodes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.conv, self.lin = GraphConv(4, 8), nn.Linear(8, 3)
 
     def forward(self, data):
@@ -81,8 +80,8 @@ class GraphNet(Lit):
 class GraphClassifier(GraphNet):
     """Nodes are averaged over their graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
+        super().build()
         self.conv2 = GraphConv(8, 8)
 
     def forward(self, data):

@@ -3,12 +3,11 @@
 import logging
 import math
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +16,11 @@ import late_device
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
-from differential.pool import Group
-from differential.watching import flat
+from differential.pool import Pool
 from lightning_fabric.utilities import device_parser
+from outcomes import Failure, alike, differences, kept
 from tiny import Points, quiet
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import evener.strategies
 import evener.trainer
@@ -97,20 +95,12 @@ class Seen:
     Attributes:
         values: all that a user can read of it, by name.
         failure: what ended it.
-        refused: whether that was a ConfigError before the first step.
-        ours: whether Evener itself raised it.
-        steps: optimizer steps made.
-        time: seconds on the machine's clock; the first rank to fail had the cause.
         warned: warnings that came out of Evener.
         own: keys that training logs by step without `sync_dist`: under ranks documented to be rank 0's own.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    failure: str = ""
-    refused: bool = False
-    ours: bool = False
-    steps: int = 0
-    time: float = 0.0
+    failure: Failure | None = None
     warned: list[str] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
 
@@ -143,27 +133,20 @@ def observe(name: str, plan_name: str, settled: bool = False, remedied: bool = F
             if plan_name == STOCK:
                 logged = [value.meta for value in trainer.fit_loop.epoch_loop._results.values()]
                 seen.own = {meta.forked_name(on_step=True) for meta in logged if meta.on_step and not meta.sync.should}
+            metrics = {name: getattr(trainer, name) for name in ("callback_metrics", "logged_metrics")}
             seen.values = {
                 "weights": _weights(module), "start": start, "global_step": trainer.global_step,
                 "logged": {name: dict(points.of(name)) for name in points.last()},
-                "callback_metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
-                "logged_metrics": {key: float(value) for key, value in trainer.logged_metrics.items()},
+                **{name: {key: float(value) for key, value in of.items()} for name, of in metrics.items()},
             }  # fmt: skip
         except Exception as exc:  # noqa: BLE001  # a verdict, whatever it is
-            where = traceback.extract_tb(exc.__traceback__)[-1]
-            seen.failure = f"{type(exc).__name__}: {exc} ({Path(where.filename).name}:{where.lineno})"
-            by_us = isinstance(exc, S.ConfigError) or str(Path(where.filename).resolve()).startswith(OURS)
-            seen.ours = by_us or "strategy=" in str(exc) or "strategy." in str(exc)
-            seen.time, seen.steps = time.monotonic(), trainer.global_step if trainer else 0
-            seen.refused = isinstance(exc, S.ConfigError) and seen.steps == 0
+            seen.failure = Failure.of(exc, "fit", trainer.global_step if trainer else 0)
     return seen
 
 
-def _weights(module: nn.Module) -> dict[str, Tensor]:
+def _weights(module: nn.Module) -> dict[str, Any]:
     tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
-    tensors = {key: value for key, value in tensors.items() if not nn.parameter.is_lazy(value)}
-    whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in tensors.items()}
-    return {key: value.detach().cpu().clone() for key, value in whole.items()}
+    return kept({key: value for key, value in tensors.items() if not nn.parameter.is_lazy(value)})
 
 
 @contextmanager
@@ -240,7 +223,7 @@ class Unsound(AssertionError):
 def verify_sound(name: str, seen: Seen) -> None:
     """Refuse a reference that would be equal to anything."""
     numbers = [value for line in seen.values["logged"].values() for value in line.values()]
-    if not _differing(seen.values["weights"], seen.values["start"], 1e-9):
+    if not _unlike(seen.values["weights"], seen.values["start"], 1e-9):
         raise Unsound(f"{name}: training changes no weight")
     if not all(map(math.isfinite, numbers)) or not all(w.isfinite().all() for w in seen.values["weights"].values()):
         raise Unsound(f"{name}: values are not finite")
@@ -263,19 +246,12 @@ class Judge:
         if accelerator == "late":
             late_device.build()  # built before processes wait for it
         self.accelerator = accelerator
-        sizes = {plan.ranks for plan in PLANS.values()}
-        self.groups = {n: Group(n, self.observe, 60.0, grace_s=4.0, gpus=accelerator == "cuda") for n in sizes}
+        self.pool = Pool(self.observe, timeout_s=60.0, grace_s=4.0, gpus=accelerator == "cuda")
         self.references: dict[tuple[str, bool, bool], Seen] = {}
 
-    def close(self) -> None:
-        for group in self.groups.values():
-            group.stop()
-
     def train(self, plan_name: str, name: str, settled: bool, remedied: bool) -> list[Seen]:
-        found = self.groups[PLANS[plan_name].ranks].run(name, plan_name, settled, remedied, self.accelerator)
-        return [
-            Seen(failure=one, time=math.inf * one.startswith("hung")) if isinstance(one, str) else one for one in found
-        ]
+        found = self.pool[PLANS[plan_name].ranks].run(name, plan_name, settled, remedied, self.accelerator)
+        return [Seen(failure=Failure("fit", "RankError", one)) if isinstance(one, str) else one for one in found]
 
     def reference(self, case: Case, settled: bool = False, remedied: bool = False) -> Seen:
         """One device's training, which must show something that could differ."""
@@ -285,7 +261,7 @@ class Judge:
             stock = self.train(STOCK, *job)[0] if case.stock else Seen()
             for one in (seen, stock):
                 if one.failure:
-                    raise Unsound(f"{case.name}: {one.failure}")
+                    raise Unsound(f"{case.name}: {one.failure.message}")
             self.verify_sound(case.name, seen)
             seen.own = stock.own
             self.references[job] = seen
@@ -316,12 +292,12 @@ class Judge:
     def _compared(self, plan_name: str, case: Case, settled: bool, remedied: bool) -> Verdict:
         expected = self.reference(case, settled, remedied)
         found = self.train(plan_name, case.name, settled, remedied)
-        failures = [seen for seen in found if seen.failure]
-        if failures:
-            first = min(failures, key=lambda seen: seen.time)
-            word = "refused" if first.refused else "late" if first.ours else "raw"
-            after = f", after {first.steps} steps" if first.steps else ""
-            return Verdict(word, " ".join(first.failure.split()) + after)
+        if failures := [seen.failure for seen in found if seen.failure]:
+            first = min(failures, key=lambda one: one.order)
+            word = "refused" if first.refuses else "late" if first.says_why else "raw"
+            after = f", after {first.num_steps} steps" * bool(first.num_steps)
+            where = f"{Path(first.raised_in).name}{after}"
+            return Verdict(word, f"{first.kind}: {' '.join(first.message.split())} ({where})")
         without = case.differs if settled or case.expected != "exception" else ()
         return compare(expected, found, without, case.tolerance)
 
@@ -330,31 +306,19 @@ def compare(expected: Seen, found: list[Seen], without: tuple[str, ...] = (), to
     """The verdict of trainings that ended well; logged values whose names begin as one in `without` may differ."""
     names = ("weights", "logged", "callback_metrics", "logged_metrics", "global_step")
     wanted, first = ({key: seen.values[key] for key in names} for seen in (expected, found[0]))
-    differences = _differing(first, wanted, tolerance)
+    unlike = _unlike(first, wanted, tolerance)
     for rank, one in enumerate(found[1:], 1):
-        differences |= _differing(one.values["weights"], first["weights"], tolerance, f"rank {rank}", "weights")
-    paths = [path for path in differences if not (path[1:] and path[1].startswith(without))]
+        unlike |= _unlike(one.values["weights"], first["weights"], tolerance, f"rank {rank}", "weights")
+    paths = [path for path in unlike if not (path[1:] and path[1].startswith(without))]
     others = [path for path in paths if len(found) == 1 or not expected.own & set(path[1:2])]
     if not others:
         return Verdict("equal", own_steps=bool(paths))
     warned = [text for seen in found for text in seen.warned if text not in expected.warned]
-    got, want = differences[others[0]]
+    got, want = unlike[others[0]]
     text = f"{' '.join(map(str, others[0]))} is {got!s:.99} instead of {want!s:.99}; {len(others)} values differ"
     text = " ".join(text.split())
     return Verdict("warned", f"{text}; warned: {' '.join(warned[0].split())}") if warned else Verdict("wrong", text)
 
 
-def _differing(found: Any, expected: Any, tolerance: float, *path: str) -> dict[tuple[Any, ...], Any]:
-    """(found, expected) of each value that differs, by its path."""
-    mine, theirs = flat(found, *path), flat(expected, *path)
-    pairs = {place: (mine.get(place), theirs.get(place)) for place in {**theirs, **mine}}
-    return {place: pair for place, pair in pairs.items() if not _close(*pair, tolerance)}
-
-
-def _close(found: Any, expected: Any, tolerance: float) -> bool:
-    if found is None or expected is None:
-        return False
-    # a number stands for nan, which a metric may be on one device, too
-    a, b = (torch.as_tensor(one, dtype=torch.float64).nan_to_num(nan=1e30) for one in (found, expected))
-    largest = float(b.abs().max()) if b.numel() else 0.0
-    return a.shape == b.shape and bool(((a - b).abs() <= tolerance * largest + tolerance / 100).all())
+def _unlike(found: Any, expected: Any, tolerance: float, *path: str) -> dict[tuple[Any, ...], Any]:
+    return differences(found, expected, partial(alike, rtol=tolerance, atol=tolerance / 100), *path)

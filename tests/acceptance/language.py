@@ -66,8 +66,7 @@ class GPT(nn.Module):
 class CharGPT(Lit):
     """Blocks of characters without padding; weights that decay and those that don't; warm-up by step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.model = GPT()
 
     def step(self, batch):
@@ -88,8 +87,7 @@ class CharGPT(Lit):
 class PaddedLM(Lit):
     """Next tokens of padded sentences, padding ignored."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.model = GPT()
         self.criterion = nn.CrossEntropyLoss(ignore_index=0)
 
@@ -102,8 +100,7 @@ class PaddedLM(Lit):
 class MaskedSumLM(Lit):
     """The same by a mask: the losses' sum over the number of tokens."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.embed, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
         self.lstm = nn.LSTM(DIM, DIM, batch_first=True)
 
@@ -146,8 +143,7 @@ def instructed(n, s):
 class FineTunedLM(Lit):
     """Instruction tuning of a pretrained causal model."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.model = CausalLM()
 
     def forward(self, **inputs):
@@ -172,8 +168,7 @@ def translations(batch):
 class Translation(Lit):
     """Encoder and decoder with padding masks; label smoothing, padding ignored."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.src, self.tgt = nn.Embedding(VOCAB, DIM, padding_idx=0), nn.Embedding(VOCAB, DIM, padding_idx=0)
         self.transformer = nn.Transformer(DIM, 2, 1, 1, 16, dropout=0.0, batch_first=True)
         self.generator = nn.Linear(DIM, VOCAB)
@@ -203,8 +198,7 @@ def masked_tokens(n, s):
 class MaskedLM(Lit):
     """BERT's objective: labels are -100 but at the masked places."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.embeddings, self.cls = nn.Embedding(VOCAB + 1, DIM), nn.Linear(DIM, VOCAB)
         layer = nn.TransformerEncoderLayer(DIM, 2, 16, dropout=0.0, batch_first=True, activation="gelu")
         self.encoder = nn.TransformerEncoder(layer, 1)
@@ -224,8 +218,7 @@ def offsets(batch):
 class BagOfWords(Lit):
     """All sentences in one row, with their offsets, for an EmbeddingBag."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.embedding, self.fc = nn.EmbeddingBag(VOCAB, DIM), nn.Linear(DIM, 3)
 
     def step(self, batch):
@@ -241,8 +234,7 @@ def tagged(n, s):
 class Tagger(Lit):
     """A bidirectional LSTM over packed sentences; accuracy over the tokens of the epoch from lists."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.embed, self.fc = nn.Embedding(VOCAB, DIM, padding_idx=0), nn.Linear(2 * DIM, 4)
         self.lstm = nn.LSTM(DIM, DIM, batch_first=True, bidirectional=True)
         self.validation_step_outputs = []
@@ -270,8 +262,7 @@ class Tagger(Lit):
 class DirectPreference(Lit):
     """DPO against a frozen reference model; its rewards are logged."""
 
-    def __init__(self, beta: float = 0.5) -> None:
-        super().__init__()
+    def build(self, beta: float = 0.5):
         self.beta, self.policy, self.reference = beta, GPT(), GPT().requires_grad_(False)
 
     def log_probs(self, model, tokens):
@@ -292,8 +283,7 @@ class DirectPreference(Lit):
 class PerplexityLM(Lit):
     """Logs the perplexity of each validation batch, which is no mean over samples."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.model = GPT()
 
     def step(self, tokens):

@@ -18,8 +18,7 @@ from .case import WHOLE, ByHand, Lit, Rows, both, case, ints, mlp, normal, unifo
 class Reinforce(Lit):
     """Policy gradient with advantages that are centred over the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.policy = mlp(4, 8, 3)
 
     def step(self, batch):
@@ -92,8 +91,7 @@ class PPO(ActorCritic):
 
     clip = 0.2
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.actor, self.critic = mlp(4, 8, 3), mlp(4, 8, 1)
 
     def clipped(self, logp, logp_old, adv):
@@ -126,8 +124,7 @@ class TD3(ActorCritic):
 
     tau = 0.1
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.actor, self.critic = mlp(4, 8, 2), nn.ModuleList([mlp(6, 8, 1), mlp(6, 8, 1)])
         self.actor_target = copy.deepcopy(self.actor).requires_grad_(False)
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)

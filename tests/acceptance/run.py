@@ -43,7 +43,7 @@ def judge_all(strategies: list[str], names: list[str], told: bool = True, accele
                     case = cases[name]
                     say(f"{case.field}.{name} [{case.expected}] {strategy}: {verdict.word}{detail}")
     finally:
-        judge.close()
+        judge.pool.restart()
     return found
 
 

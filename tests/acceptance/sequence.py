@@ -15,8 +15,7 @@ series = both(lambda n, s: Rows(normal(n, 10, 2, seed=s), normal(n, 3, seed=s + 
 class Forecaster(Lit):
     """An LSTM whose first state is made for the batch; MAE by torchmetrics' functional."""
 
-    def __init__(self, hidden: int = 8) -> None:
-        super().__init__()
+    def build(self, hidden: int = 8):
         self.hidden = hidden
         self.lstm, self.linear = nn.LSTM(2, hidden, num_layers=2, batch_first=True), nn.Linear(hidden, 3)
 
@@ -42,8 +41,7 @@ class Forecaster(Lit):
 class PackedSequences(Lit):
     """Sequences of different lengths come as a list and are packed in the step."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.gru, self.fc = nn.GRU(2, 8), nn.Linear(8, 3)
 
     def step(self, batch):
@@ -70,8 +68,7 @@ class SpeechCTC(Lit):
     The backward direction reads the padding first, whose length is that of the longest utterance of the part.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.rnn, self.fc = nn.GRU(3, 8, batch_first=True, bidirectional=True), nn.Linear(16, 5)
         self.criterion = nn.CTCLoss(blank=0, zero_infinity=True)
 
@@ -85,8 +82,7 @@ class SpeechCTC(Lit):
 class Quantiles(Lit):
     """The pinball loss of three quantiles."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = nn.Sequential(nn.Flatten(), mlp(20, 16, 9))
 
     def step(self, batch):
@@ -108,8 +104,7 @@ def time_first(batch):
 class TimeFirst(Lit):
     """Samples are dimension 1 of the inputs, as torch's recurrent layers have it by default."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.rnn, self.fc = nn.LSTM(2, 8), nn.Linear(8, 3)
 
     def step(self, batch):
@@ -123,8 +118,7 @@ class Anomalies(Lit):
 
     optimizer = torch.optim.RMSprop
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.encoder, self.decoder = nn.GRU(2, 6, batch_first=True), nn.GRU(6, 2, batch_first=True)
 
     def errors(self, x):

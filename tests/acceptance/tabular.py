@@ -14,8 +14,7 @@ class Housing(Net):
 
     sizes = (6, 8, 1)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.train_mse = torchmetrics.MeanSquaredError()
         self.val_mae, self.val_r2 = torchmetrics.MeanAbsoluteError(), torchmetrics.R2Score()
 
@@ -54,8 +53,7 @@ class MissingTargets(Net):
 class UncertaintyWeighting(Lit):
     """Two tasks, weighted by learned variances."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.trunk, self.classify, self.regress = mlp(6, 8, 8), nn.Linear(8, 3), nn.Linear(8, 1)
         self.log_vars = nn.Parameter(torch.zeros(2))
 
@@ -71,8 +69,7 @@ class Factors(Lit):
 
     reg = 1e-2
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.users, self.items = nn.Embedding(9, 4), nn.Embedding(7, 4)
 
 
@@ -80,8 +77,8 @@ class Factors(Lit):
 class MatrixFactorization(Factors):
     """Ratings with biases, and a penalty on all weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
+        super().build()
         self.user_bias, self.item_bias = nn.Embedding(9, 1), nn.Embedding(7, 1)
 
     def step(self, batch):
@@ -124,8 +121,7 @@ class Cox(Net):
 class WideAndDeep(Lit):
     """Embeddings of categories beside numbers; AUC over the epoch from lists of predictions and targets."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.embeddings = nn.ModuleList([nn.Embedding(5, 2) for _ in range(3)])
         self.deep, self.wide, self.criterion = mlp(10, 8, 1, act=nn.ReLU), nn.Linear(4, 1), nn.BCEWithLogitsLoss()
         self.preds, self.targets = [], []
@@ -169,8 +165,7 @@ class SparseAutoencoder(Lit):
 
     rho = 0.1
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(8, 6)
 
     def step(self, batch):
@@ -188,8 +183,7 @@ class SparseAutoencoder(Lit):
 class ElasticNet(Lit):
     """A linear regression with L1 and L2 on its weights, trained by a sum over samples divided by their number."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.linear = nn.Linear(6, 1)
 
     def step(self, batch):

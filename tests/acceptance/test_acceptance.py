@@ -27,7 +27,7 @@ SHORT = {
 def judge() -> Iterator[Judge]:
     found = Judge()
     yield found
-    found.close()
+    found.pool.restart()
 
 
 @pytest.mark.long

@@ -27,8 +27,7 @@ from .case import Lit, Net, Rows, both, case, ints, mlp, normal, regression, rem
 class MacroF1FromDicts(Net):
     """Lightning 2's migration pattern: a list of the steps' dicts, read at the epoch's end."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.validation_step_outputs = []
 
     def validation_step(self, batch, batch_idx):
@@ -51,8 +50,7 @@ class MacroF1FromDicts(Net):
 class TrainLosses(Net):
     """Training collects its losses, of which each part of a batch has its own, and logs their mean."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.training_step_outputs = []
 
     def training_step(self, batch, batch_idx):
@@ -69,8 +67,7 @@ class TrainLosses(Net):
 class Collections(Net):
     """Clones of a MetricCollection with prefixes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         args = {"task": "multiclass", "num_classes": 3}
         members = {"acc": torchmetrics.Accuracy(**args), "auc": torchmetrics.AUROC(**args)}
         metrics = torchmetrics.MetricCollection(members)
@@ -96,8 +93,7 @@ class Collections(Net):
 class BestMetric(Net):
     """lightning-hydra-template's metrics: MeanMetric for losses, MaxMetric for the best accuracy."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.train_acc, self.val_acc = (torchmetrics.Accuracy(task="multiclass", num_classes=3) for _ in range(2))
         self.train_loss, self.val_loss = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
         self.val_acc_best = torchmetrics.MaxMetric()
@@ -161,8 +157,7 @@ def combined(mode, labelled=21, unlabelled=21, drop_last=False):
 class SemiSupervised(Net):
     """Labelled and unlabelled batches side by side; consistency with a moving average of the model."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
@@ -266,8 +261,7 @@ class Plateau(Net):
 class ManualAccumulation(Net):
     """Gradients are accumulated, clipped and stepped by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
@@ -372,8 +366,7 @@ class ThawByHand(Net):
 class LazyNormalizer(Net):
     """The first batch gives the mean and scale that inputs are normalised by."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("scale", torch.ones(6))
         self.ready = False
@@ -397,8 +390,7 @@ class GatheredNormalizer(LazyNormalizer):
 class LazyInStep(Net):
     """The same within the step, where a part would give its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.offset = None
 
     def training_step(self, batch, batch_idx):
@@ -442,8 +434,7 @@ class InputGradientPenalty(Net):
 class Compiled(Net):
     """The network is compiled, the loss is not."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = torch.compile(self.net, backend="aot_eager")
 
 
@@ -451,8 +442,7 @@ class Compiled(Net):
 class CheckpointedActivations(Lit):
     """Blocks are computed again in the backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.blocks, self.head = nn.ModuleList([mlp(6, 8, 6) for _ in range(3)]), nn.Linear(6, 3)
 
     def step(self, batch):
@@ -479,8 +469,7 @@ class ConditionalTerm(Net):
 class SkippedSpikes(Net):
     """The step reads its own loss: a spike is scaled down, by a running mean in an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.running = None
 
     def training_step(self, batch, batch_idx):

@@ -31,8 +31,7 @@ def street(n, s):
 class Segmentation(Lit):
     """Pixels that are not labelled are ignored; IoU by torchmetrics."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net, self.criterion = UNet(), nn.CrossEntropyLoss(ignore_index=255)
         self.iou = torchmetrics.JaccardIndex(task="multiclass", num_classes=3, ignore_index=255)
 
@@ -60,8 +59,7 @@ organs = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), (uniform(n, 1, 8, 8
 class DiceOverBatch(Lit):
     """BCE and a dice over all pixels of the batch; pixel counts in lists for IoU over the epoch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.model, self.bce, self.outputs = UNet(classes=1), nn.BCEWithLogitsLoss(), {"train": [], "val": []}
 
     def dice_loss(self, logits, target, smooth=1.0):
@@ -95,8 +93,7 @@ class DiceOverBatch(Lit):
 class DicePerImage(Net):
     """A dice per image, and BCE."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = UNet(classes=1)
 
     def loss(self, logits, mask):
@@ -187,8 +184,7 @@ class DetectionOfOneSize(Detection):
 class Keypoints(Net):
     """Heat maps; joints that are not visible don't count."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = UNet()
 
     def step(self, batch):
@@ -201,8 +197,7 @@ class Keypoints(Net):
 class DepthMasked(Net):
     """L1 over the pixels that have a depth, and smoothness of the prediction."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.net = UNet(classes=1)
 
     def loss(self, pred, depth):
@@ -215,8 +210,7 @@ class DepthMasked(Net):
 class MaskedAutoencoder(Lit):
     """Patches are masked by sorted noise; the loss is a mean over the masked ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self):
         self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(8, 4)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, 8))
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from .cases import Batches
-
 
 class Points(torch.utils.data.Dataset[dict[str, Any]]):
     """Samples: `x` (4,), `y`, and `boxes` (n_i, 4) with n_i from `counts`, in turns."""
@@ -152,14 +150,14 @@ def term(kind: str, value: Any, logits: Tensor, net: Any) -> Tensor:
     return FIELDS[kind][1](value, Out(logits.mean(1), logits, net))
 
 
-def names(batches: Batches) -> list[str]:
+def names(batches: Any) -> list[str]:
     """The fields of a batch, in order."""
     if batches.shape == "zip":
         return ["x", "y", "boxes"]
     return [*batches.extras, "x", "y"] if batches.extras_first else ["x", "y", *batches.extras]
 
 
-def collate(batches: Batches, items: list[dict[str, Any]]) -> Any:
+def collate(batches: Any, items: list[dict[str, Any]]) -> Any:
     """A batch with the structure that was drawn."""
     if batches.shape == "zip":
         return tuple(zip(*[(item["x"], item["y"], item["boxes"]) for item in items], strict=True))
@@ -171,7 +169,7 @@ def collate(batches: Batches, items: list[dict[str, Any]]) -> Any:
     return SHAPED[batches.shape][0](values, values["x"], values["y"], more)
 
 
-def unpack(batches: Batches, batch: Any) -> dict[str, Any]:
+def unpack(batches: Any, batch: Any) -> dict[str, Any]:
     """The fields of a batch."""
     if batches.shape in ("tuple", "list"):
         return dict(zip(names(batches), batch, strict=True))

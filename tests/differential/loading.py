@@ -1,16 +1,20 @@
 """Loaders of every kind over the same samples."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning.utilities import CombinedLoader
 from torch.utils import data
 
 from .batches import Points, collate
-from .cases import Batches, Case, Loading
+
+if TYPE_CHECKING:
+    from .cases import Batches, Case, Loading
 
 KINDS = (
     "plain", "shuffle", "generator", "replacement", "weighted", "subset", "sampler_with_epoch", "batch_sampler",

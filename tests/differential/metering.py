@@ -7,8 +7,6 @@ import torchmetrics as tm
 from torch import Tensor, nn
 from torchmetrics.wrappers import Running
 
-from .cases import Log
-
 K: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
 
 
@@ -87,6 +85,6 @@ def make_tracker() -> Any:
     return tm.MetricTracker(tm.MetricCollection({"a": _accuracy(), "p": _macro(tm.Precision)}), maximize=[True, True])
 
 
-def make_metrics(logs: list[Log]) -> nn.ModuleList:
+def make_metrics(logs: list[Any]) -> nn.ModuleList:
     """One metric per call of `self.log`; a stand-in where it logs no metric."""
     return nn.ModuleList([METRICS[log.value]() if log.value in METRICS else nn.Identity() for log in logs])

@@ -1,25 +1,29 @@
 """Run a case under a strategy and keep all that can be seen of it."""
 
+from __future__ import annotations
+
 import logging
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import late_device
 import pytorch_lightning as pl
 import pytorch_lightning.callbacks as plc
 import torch
+from outcomes import Failure, kept
 from tiny import Points, quiet
 
 from evener import strategies as S
 
-from .cases import Case, Spread
 from .loading import eval_loader, train_loader
 from .subject import make_subject
-from .watching import WATCHES, kept
+from .watching import WATCHES
+
+if TYPE_CHECKING:
+    from .cases import Case, Spread
 
 KINDS = {
     "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy,
@@ -29,36 +33,6 @@ KINDS = {
     "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy, "fsdp": S.FSDPStrategy,
 }  # fmt: skip
 OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
-
-
-@dataclass
-class Failure:
-    """An exception that ended a phase."""
-
-    phase: str
-    kind: str
-    message: str
-    num_steps: int
-    raised_in: str
-    trace: str
-
-    @property
-    def says_why(self) -> bool:
-        """Whether it is a sentence, raised on purpose by Evener or Lightning."""
-        places = ("/evener/", "/strategies/", "/trainer/")
-        own = any(place in self.raised_in for place in places) or "Set strategy." in self.message  # torch's, explained
-        named = self.kind in ("ConfigError", "PartsDiffer", "MisconfigurationException")
-        meant = own and self.kind in ("ValueError", "TypeError", "RuntimeError", "NotImplementedError")
-        return (named or meant) and len(self.message.split()) >= 5
-
-    @property
-    def refuses(self) -> bool:
-        """Whether it is a refusal: such a sentence before the first step, or at the start of a test or a prediction.
-
-        A result that can't be joined over the parts of a batch is refused where it is read, in whichever step.
-        """
-        at_the_start = self.says_why and (self.num_steps == 0 or self.phase not in ("fit", "save"))
-        return at_the_start or self.kind == "NoValueError"
 
 
 @dataclass
@@ -170,9 +144,7 @@ class _State:
 
     def failure(self, exc: BaseException) -> Failure:
         num_steps = 0 if self.trainer is None else self.trainer.global_step - self.steps_before
-        frames = traceback.extract_tb(exc.__traceback__)
-        where, trace = frames[-1].filename if frames else "", "".join(traceback.format_exception(exc))
-        return Failure(self.phase, type(exc).__name__, str(exc), num_steps, where, trace[-3000:])
+        return Failure.of(exc, self.phase, num_steps)
 
 
 def _run(case: Case, spread: Spread, folder: Path, seen: dict[str, Any], state: _State) -> None:

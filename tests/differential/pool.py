@@ -7,8 +7,6 @@ Lightning leaves `DataLoader.__init__` patched where an exception ended it.
 
 import faulthandler
 import math
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -17,11 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import distributed
 import fork_server
-import torch
 from torch.distributed import TCPStore
-
-from .cases import Case, Spread
 
 
 class Group:
@@ -39,28 +35,24 @@ class Group:
         self, size: int, function: Callable[..., Any], timeout_s: float = 30.0, grace_s: float = math.inf,
         gpus: bool = False,
     ) -> None:  # fmt: skip
-        self.size, self.timeout_s, self.function, self.gpus = size, timeout_s, function, gpus
-        self.grace_s = grace_s
+        self.size, self.function, self.timeout_s, self.grace_s, self.gpus = size, function, timeout_s, grace_s, gpus
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.store: TCPStore | None = None
         self.log = Path(tempfile.mkdtemp(prefix="differential-"))
 
     def start(self) -> None:
-        if self.size > 1:
-            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = fork_server.context()
         for rank in range(self.size):
+            env = distributed.torchrun_env(rank, self.size, self.store.port) if self.size > 1 else {}
+            if self.gpus:
+                env.pop("CUDA_VISIBLE_DEVICES", None)
             ours, theirs = context.Pipe()
-            env = _environment(rank, self.size, self.store.port) if self.store is not None else {}
-            if self.size > 1 and not self.gpus:
-                env["CUDA_VISIBLE_DEVICES"] = ""
-            process = context.Process(
-                target=_serve, args=(theirs, env, f"{self.log}/{rank}", self.function), daemon=True
-            )
-            process.start()
+            work = (theirs, env, f"{self.log}/{rank}", self.function)
+            self.processes.append(context.Process(target=_serve, args=work, daemon=True))
+            self.processes[-1].start()
             theirs.close()
-            self.processes.append(process)
             self.connections.append(ours)
 
     def stop(self) -> None:
@@ -106,52 +98,30 @@ def _failed(one: Any) -> bool:
     return isinstance(one, str) or bool(one.failure)
 
 
-class Pool:
-    """Groups of every size, started when they are first needed.
+class Pool(dict[int, Group]):
+    """Groups of every size, started when they are first needed; for their arguments see `Group`."""
 
-    Args:
-        function: see `Group`.
-    """
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.make = lambda size: Group(size, function, **options)
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.groups: dict[int, Group] = {}
-        self.function = function
-
-    def run(self, case: Case, spread: Spread) -> list[Any]:
-        size = spread.num_processes
-        if size not in self.groups:
-            self.groups[size] = Group(size, self.function)
-        with tempfile.TemporaryDirectory(prefix="differential-") as folder:
-            return self.groups[size].run(case, spread, folder)
+    def __missing__(self, size: int) -> Group:
+        self[size] = self.make(size)
+        return self[size]
 
     def restart(self) -> None:
         """Replace all processes, so that nothing is left of earlier cases."""
-        for group in self.groups.values():
+        for group in self.values():
             group.stop()
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "differential", "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-
-
 def _serve(connection: Connection, env: dict[str, str], log: str, function: Callable[..., Any]) -> None:
-    os.environ.update(env)
-    with open(log, "w", buffering=1) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-        torch.set_num_threads(1)
-        multiprocessing.set_start_method(None, force=True)
-        while True:
-            try:
-                job = connection.recv()
-            except EOFError:
-                return
-            faulthandler.dump_traceback_later(15, file=sys.stderr)
-            observed = function(*job)
-            faulthandler.cancel_dump_traceback_later()
-            connection.send(observed)
+    distributed.be_rank(env, log)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(15, file=sys.stderr)
+        observed = function(*job)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(observed)

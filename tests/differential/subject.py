@@ -1,8 +1,10 @@
 """The module of a case."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .batches import term, unpack
-from .cases import Case, Log
 from .loading import is_paired
 from .metering import METRICS, arguments, make_metrics, make_tracker
 from .optimizers import MANUAL, configure
+
+if TYPE_CHECKING:
+    from .cases import Case, Log
 
 NETS = ("mlp", "tied", "shared", "norm", "deep", "nested", "residual")
 PECULIAR = (

@@ -16,8 +16,22 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from late_device import needs_late_device
 
-from .cases import Batches, Case, Loading, Log, Net, Optimization, Options, Returns, Spread, brief
-from .draw import CASES, SPREADS
+from . import cases
+from .cases import (
+    CASES,
+    RANKS,
+    SPREADS,
+    Batches,
+    Case,
+    Loading,
+    Log,
+    Net,
+    Optimization,
+    Options,
+    Returns,
+    Spread,
+    brief,
+)  # fmt: skip
 from .hunting import Hunt
 from .observe import observe_on_late_devices
 from .pool import Pool
@@ -105,104 +119,91 @@ def test_a_drawn_training_on_late_devices_equals_one_cpu_or_is_refused(kind: str
         hunt.pool.restart()
 
 
-GLOBAL = (("batch_size_is", "global"), ("timeout_s", 6))
-DDP, REPLICAS = Spread("ddp", 2, GLOBAL), Spread("ddp", 4, (*GLOBAL, ("devices_per_process", 2)))
-VIEW, UNEVEN = Spread("ddp", 2, (*GLOBAL, ("global_view", True))), Spread("balanced_dp", 3, (("weights", (1, 2, 2)),))
+DDP, REPLICAS = Spread("ddp", 2, RANKS), Spread("ddp", 4, (*RANKS, ("devices_per_process", 2)))
+VIEW, UNEVEN = Spread("ddp", 2, (*RANKS, ("global_view", True))), Spread("balanced_dp", 3, (("weights", (1, 2, 2)),))
 FSDP = Spread("fsdp", 2, (("batch_size_is", "global"), ("timeout_s", 20)))
+
+
+def of(*extras: str, shape: str = "tuple", net: str = "", **more: Any) -> Case:
+    """A case by its batches' fields and shape, a peculiarity, and what else its loaders, options and itself have."""
+    loading, options = (
+        kind(**{name: more.pop(name) for name in list(more) if name in kind.__dataclass_fields__})
+        for kind in (Loading, Options)
+    )
+    return Case(Batches(shape, extras), loading, Net(peculiar=(net,) * bool(net)), options=options, **more)
+
+
 TOGGLED, CONSTANT = Optimization(optimizer="manual_toggle"), (Log(where="eval", batch_size="constant"),)
 FOUND: dict[str, tuple[Spread, Case]] = {
-    # callbacks of Lightning's loop, which runs this step, read values before the ranks had met
-    "resumed": (DDP, Case(options=Options(max_steps=3), resume_after=1)),
-    # a rank of a global view looked for a state of its own, where there is one of one rank
-    "resumed whole": (VIEW, Case(options=Options(max_steps=3), resume_after=1)),
-    # the first rank alone gathered the rows that a metric keeps, to save them, and waited for the other
-    "saved rows": (VIEW, Case(logs=(Log(value="auroc"),), options=Options(max_epochs=1), resume_after=1)),
-    # a kernel read lengths of a packed sequence, of which the rank had a part
-    "packed": (VIEW, Case(batches=Batches(extras=("packed",)))),
-    # the batches of the shorter one of two loaders were counted on beyond its end
-    "a shorter loader": (
-        DDP, Case(loading=Loading(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2))
+    "callbacks of Lightning's loop, which runs this step, read values before the ranks had met": (
+        DDP, of(max_steps=3, resume_after=1)
     ),
-    # batches evaluated side by side of which ranks have other fractions were refused
-    "unequal loaders": (DDP, Case(loading=Loading(eval_kind="max_size", eval_num=9, eval_batch_size=4))),
-    # a stream's tensor whose samples are in dimension 1 failed in the module
-    "time first": (DDP, Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable"))),
-    # a stream's tensor whose rows are not samples failed in the module, or was refused where their number changed
-    "flat": (DDP, Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable"))),
-    # experts that the samples choose were refused, one step late where the first batch shows all
-    "experts": (
-        DDP, Case(loading=Loading(kind="max_size_cycle", num=5, batch_size=2), net=Net(peculiar=("experts",)))
+    "a rank of a global view looked for a state of its own, where there is one of one rank": (
+        VIEW, of(max_steps=3, resume_after=1)
     ),
-    # a value that only the other rank had logged was logged here with other arguments
-    "one rank alone": (DDP, Case(loading=Loading(kind="dict", second=(5, 3), eval_num=1), before="test")),
-    # an empty loader that is made again drew a seed more, so that the next module began with other weights
-    "an empty loader": (
-        DDP,
-        Case(
-            loading=Loading(num=1, drop_last=True), options=Options(reload_dataloaders_every_n_epochs=1),
-            before="validate", resume_after=1,
-        ),
+    "the first rank alone gathered the rows that a metric keeps, to save them, and waited for the other": (
+        VIEW, of(max_epochs=1, logs=(Log(value="auroc"),), resume_after=1)
     ),
-    # parts fail, and a cut into one part was taken for right
-    "two samples": (
-        Spread("model_parallel", 2, (("num_microbatches", 2),)),
-        Case(batches=Batches(extras=("flat",)), loading=Loading(kind="no_batching", batch_size=2)),
+    "a kernel read lengths of a packed sequence, of which the rank had a part": (VIEW, of("packed")),
+    "the batches of the shorter one of two loaders were counted on beyond its end": (
+        DDP, of(second=(12, 2), eval_kind="max_size", eval_num=2, eval_batch_size=2)
     ),
-    "an empty stream": (
-        DDP, Case(loading=Loading(kind="iterable", num=1, drop_last=True), before="test", resume_after=1)
+    "batches evaluated side by side of which ranks have other fractions were refused": (DDP, of(eval_kind="max_size")),
+    "a stream's tensor whose samples are in dimension 1 failed": (DDP, of("time_first", eval_kind="iterable")),
+    "a stream's tensor whose rows are not samples failed in the module": (DDP, of("flat", kind="iterable")),
+    "experts that the samples choose were refused, one step late where the first batch shows all": (
+        DDP, of(net="experts", kind="max_size_cycle", num=5, batch_size=2)
     ),
-    # values by step waited for ranks that were there in the sanity check, but in no validation after it
-    "whole after the sanity check": (
-        DDP,
-        Case(
-            batches=Batches(extras=("one",)), loading=Loading(kind="iterable"), after="fit",
-            logs=(Log(where="eval", on_step=True),), options=Options(num_sanity_val_steps=2),
-        ),
+    "a value that only the other rank had logged was logged here with other arguments": (
+        DDP, of(kind="dict", second=(5, 3), eval_num=1, before="test")
     ),
-    # of a step that is called twice only the last call's values were exchanged
-    "twice": (DDP, Case(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice"))),
-    # pruning was given the weights after an evaluation of averaged ones, not those
-    "pruned average": (DDP, Case(callbacks=("averaging", "pruning_global"))),
-    # the second of two loaders read side by side was joined after each part's first
-    "side by side": (UNEVEN, Case(loading=Loading(eval_kind="min_size"), returns=Returns(evaluation="list"))),
-    # of a stream nothing was compared: its parts failed in the module
-    "uneven time first": (
-        UNEVEN, Case(batches=Batches(extras=("time_first",)), loading=Loading(eval_kind="iterable"))
+    "an empty loader that is made again drew a seed more, so that the next module began with other weights": (
+        DDP, of(num=1, drop_last=True, reload_dataloaders_every_n_epochs=1, before="validate", resume_after=1)
     ),
-    "uneven class weights": (
-        UNEVEN,
-        Case(batches=Batches(extras=("class_weights",)), loading=Loading(eval_kind="iterable", eval_batch_size=3)),
+    "parts fail, and a cut into one part was taken for right": (
+        Spread("model_parallel", 2, (("num_microbatches", 2),)), of("flat", kind="no_batching", batch_size=2)
     ),
-    "uneven pairs": (
-        UNEVEN, Case(batches=Batches(shape="pairs"), loading=Loading(eval_kind="batches", eval_batch_size=3))
+    "an empty stream": (DDP, of(kind="iterable", num=1, drop_last=True, before="test", resume_after=1)),
+    "values by step waited for ranks that were there in the sanity check, but in no validation after it": (
+        DDP, of("one", kind="iterable", num_sanity_val_steps=2, after="fit", logs=(Log(where="eval", on_step=True),))
     ),
-    # whole numbers were refused
-    "whole numbers": (UNEVEN, Case(returns=Returns(evaluation="ints"))),
-    # a first chunk that is larger than an even share was refused, of what dp trains rightly
-    "a larger chunk": (Spread("balanced_dp", 3, (("gpu0_chunk", 1),)), Case(loading=Loading(batch_size=2))),
-    # an evaluation was compared before the hooks of its epoch's start, which this metric needs
-    "hooks": (DDP, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT)),
-    "hooks and replicas": (REPLICAS, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT)),
-    # parts of streams were not compared, so that what the convention cuts wrongly was cut
-    "two tensors": (
-        DDP, Case(batches=Batches(extras=("unlabelled",)), loading=Loading(kind="iterable_unsized", batch_size=2))
+    "of a step that is called twice only the last call's values were exchanged": (
+        DDP, of(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice"))
     ),
-    "two of two": (DDP, Case(batches=Batches(extras=("flat",)), loading=Loading(kind="iterable", batch_size=2))),
-    "chunks": (REPLICAS, Case(batches=Batches(extras=("flat",)), loading=Loading(eval_kind="iterable"))),
-    "a vector": (
-        DDP, Case(batches=Batches(extras=("vector4",)), loading=Loading(eval_kind="iterable", eval_num=8))
+    "pruning was given the weights after an evaluation of averaged ones, not those": (
+        DDP, of(callbacks=("averaging", "pruning_global"))
     ),
-    # nor was it known of a stream what the `batch_size` is that an evaluation logs
-    "a constant": (
-        DDP, Case(net=Net(peculiar=("tracker",)), logs=CONSTANT, loading=Loading(eval_kind="iterable"))
+    "the second of two loaders read side by side was joined after each part's first": (
+        UNEVEN, of(eval_kind="min_size", returns=Returns(evaluation="list"))
     ),
-    # replicas' copies of what was toggled off were written to while the graph of the second backward needed them
-    "toggled": (Spread("dp", 3), Case(optimization=TOGGLED)),
-    # what was toggled off between two backward passes of one graph has no gradient, of which the layout was asked
-    "toggled shards": (FSDP, Case(optimization=TOGGLED)),
-    # what a loss divides by was looked for in the module's own precision, where its step failed on the samples
-    "a sum in another precision": (
-        FSDP, Case(returns=Returns(train="sum"), options=Options(precision="64-true"), dtype="float32")
+    "of a stream nothing was compared: its parts failed": (UNEVEN, of("time_first", eval_kind="iterable")),
+    "the same of class weights": (UNEVEN, of("class_weights", eval_kind="iterable", eval_batch_size=3)),
+    "the same of pairs": (UNEVEN, of(shape="pairs", eval_kind="batches", eval_batch_size=3)),
+    "whole numbers were refused": (UNEVEN, of(returns=Returns(evaluation="ints"))),
+    "a first chunk that is larger than an even share was refused, of what dp trains rightly": (
+        Spread("balanced_dp", 3, (("gpu0_chunk", 1),)), of(batch_size=2)
+    ),
+    "an evaluation was compared before the hooks of its epoch's start, which this metric needs": (
+        DDP, of(net="tracker", logs=CONSTANT)
+    ),
+    "the same with replicas": (REPLICAS, of(net="tracker", logs=CONSTANT)),
+    "parts of streams were not compared, so that what the convention cuts wrongly was cut": (
+        DDP, of("unlabelled", kind="iterable_unsized", batch_size=2)
+    ),
+    "two rows of two samples": (DDP, of("flat", kind="iterable", batch_size=2)),
+    "chunks of a stream": (REPLICAS, of("flat", eval_kind="iterable")),
+    "a vector in a stream": (DDP, of("vector4", eval_kind="iterable", eval_num=8)),
+    "it was not known of a stream what the `batch_size` is that an evaluation logs": (
+        DDP, of(net="tracker", eval_kind="iterable", logs=CONSTANT)
+    ),
+    "replicas' copies of what was toggled off were written to while the second backward needed them": (
+        Spread("dp", 3), of(optimization=TOGGLED)
+    ),
+    "what was toggled off between two backward passes of one graph has no gradient, of which the layout was asked": (
+        FSDP, of(optimization=TOGGLED)
+    ),
+    "what a loss divides by was looked for in the module's own precision, where its step failed": (
+        FSDP, of(precision="64-true", returns=Returns(train="sum"), dtype="float32")
     ),
 }  # fmt: skip
 
@@ -244,7 +245,5 @@ def test_many_drawn_trainings_equal_one_device_or_are_refused(kind: str, request
 @given(case=CASES, spread=st.one_of(*SPREADS.values()))
 @settings(max_examples=30, derandomize=True, **COMMON)
 def test_a_case_is_its_description(case: Case, spread: Spread) -> None:
-    from . import cases
-
     assert eval(brief(case), vars(cases)) == case
     assert eval(repr(spread), vars(cases)) == spread

@@ -1,15 +1,17 @@
 """Compare two runs: equal, refused, discarded, or wrong."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from outcomes import Failure, alike, differences
 
 from .cases import Case, Spread
-from .observe import Failure, Observed
+from .observe import Observed
 from .pool import Pool
 from .settled import whole
-from .watching import flat
 
 OWN_PART = ("outputs", "evaluated", "test_outputs")
 """What hooks of a rank see of its own part of a batch; not compared under ranks."""
@@ -45,18 +47,18 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
     reference = Spread("stock") if spread.kind == "single_device" and not _own(case) else Spread()
     if reference == spread:
         return Verdict("discarded", "nothing to compare one device with: an option or a promise that is Evener's own")
-    expected = pool.run(whole(case, spread), reference)[0]
+    expected = _run(pool, whole(case, spread), reference)[0]
     if isinstance(expected, str):
         return Verdict("crash", f"{reference.kind} {expected}")
     if expected.failure is not None:
         return _judge_failing_reference(pool, case, spread, expected.failure)
-    found = pool.run(case, spread)
+    found = _run(pool, case, spread)
     for rank, one in enumerate(found):
         if isinstance(one, str):
             return Verdict("hung" if one.startswith("hung") else "crash", f"rank {rank} {one}")
     failures = [one.failure for one in found if one.failure is not None]
     if failures:
-        first = min(failures, key=lambda one: (not one.refuses, one.kind == "RankError"))
+        first = min(failures, key=lambda one: one.order)
         words = f"{first.phase}, after {first.num_steps} steps, {first.kind}: {first.message}"
         if first.refuses:
             return Verdict("refused", first.message)
@@ -68,6 +70,11 @@ def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
     return _compare(case, spread, expected, found, tolerance)
 
 
+def _run(pool: Pool, case: Case, spread: Spread) -> list[Any]:
+    with TemporaryDirectory(prefix="differential-") as folder:
+        return pool[spread.num_processes].run(case, spread, folder)
+
+
 def _own(case: Case) -> bool:
     """Whether Lightning's trainer has no such option, or does not promise what ours does: to resume exactly."""
     return case.options.exact_accumulation or case.options.detect_nonfinite != "off" or case.resume_after > 0
@@ -76,7 +83,7 @@ def _own(case: Case) -> bool:
 def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, failure: Failure) -> Verdict:
     if spread.kind != "single_device":
         return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
-    found = pool.run(case, spread)[0]
+    found = _run(pool, case, spread)[0]
     if isinstance(found, str):
         return Verdict("wrong", f"single_device {found}")
     if found.failure is None:
@@ -96,12 +103,14 @@ def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observe
         return _comparable(name, one.seen.get(name), case, spread)
 
     names = [name for name in expected.seen if name not in hidden]
-    differences = [_difference(compared(name, expected), compared(name, found[0]), name, tolerance) for name in names]
+    mine, theirs = ({name: compared(name, one) for name in names} for one in (found[0], expected))
+    unlike = differences(mine, theirs, partial(_alike, tolerance=tolerance))
     for rank, one in enumerate(found[1:], 1):
-        for name in ("weights", "steps", "rates"):
-            differences.append(_difference(found[0].seen[name], one.seen[name], f"rank {rank}: {name}", 0.0))
-    first = next(filter(None, differences), "")
-    return Verdict("wrong", first) if first else Verdict("equal")
+        mine, theirs = ({name: of.seen[name] for name in ("weights", "steps", "rates")} for of in (one, found[0]))
+        unlike |= differences(mine, theirs, alike, f"rank {rank}")
+    for place, pair in unlike.items():
+        return Verdict("wrong", f"{'.'.join(map(str, place))}: {_text(pair[1])} expected, {_text(pair[0])} found")
+    return Verdict("equal")
 
 
 def _comparable(name: str, value: Any, case: Case, spread: Spread) -> Any:
@@ -185,28 +194,13 @@ def _scalars(value: Any) -> Any:
     return value
 
 
-def _difference(expected: Any, found: Any, name: str, tolerance: float) -> str:
-    """The first difference, or nothing."""
-    mine, theirs = flat(expected, name), flat(found, name)
-    for place in {**mine, **theirs}:
-        pair = mine.get(place, "(missing)"), theirs.get(place, "(missing)")
-        if not _alike(*pair, tolerance):
-            return f"{'.'.join(map(str, place))}: {_text(pair[0])} expected, {_text(pair[1])} found"
-    return ""
-
-
 def _text(one: Any) -> str:
     return f"{one.tolist()!s:.200} ({one.dtype})" if torch.is_tensor(one) else f"{one!r:.200}"
 
 
-def _alike(expected: Any, found: Any, tolerance: float) -> bool:
-    if any(one is None or isinstance(one, (str, bool)) for one in (expected, found)):
-        return expected == found and type(expected) is type(found)
+def _alike(found: Any, expected: Any, tolerance: float) -> bool:
     if not torch.is_tensor(expected) and not torch.is_tensor(found):
         tolerance = max(tolerance, 1e-6)  # perhaps of a float32 value
-    a, b = (one if torch.is_tensor(one) else torch.tensor(one, dtype=torch.float64) for one in (expected, found))
-    if a.shape != b.shape or (torch.is_tensor(expected) and torch.is_tensor(found) and a.dtype != b.dtype):
-        return False
-    if torch.float32 in (a.dtype, b.dtype):  # torchmetrics computes many values in it, whatever the module's dtype
-        tolerance = max(tolerance, TOLERANCES["float32"])
-    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    if torch.float32 in (getattr(one, "dtype", None) for one in (found, expected)):
+        tolerance = max(tolerance, TOLERANCES["float32"])  # in which torchmetrics computes, whatever the module's dtype
+    return alike(found, expected, tolerance, tolerance)

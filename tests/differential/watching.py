@@ -1,34 +1,9 @@
 """What a run shows: a callback that writes everything down."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
-from torch.distributed.tensor import DTensor
-
-
-def kept(value: Any) -> Any:
-    """A copy of a value that can travel between processes; of shards all ranks must take one, and get the whole."""
-    if isinstance(value, DTensor):
-        return value.detach().full_tensor().cpu()
-    if isinstance(value, torch.Tensor):
-        return value.detach().to_dense().cpu().clone() if value.is_sparse else value.detach().cpu().clone()
-    if isinstance(value, Mapping):
-        return {str(key): kept(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [kept(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return torch.as_tensor(value) if type(value).__module__ == "numpy" else f"<{type(value).__name__}>"
-
-
-def flat(value: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """The leaves of dicts and lists, by their paths."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return {path: value}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return {place: leaf for key, item in items for place, leaf in flat(item, *path, key).items()}
+from outcomes import kept
 
 
 class Watch(pl.Callback):

@@ -19,7 +19,7 @@ def main() -> None:
     for library in sys.argv[1:]:
         found = [zoo.of(library, strategy) for strategy in (*STRATEGIES, "fsdp")]
         sys.stdout.write(f"| {library} | {' | '.join(f'{one.word} {one.detail[:300]}'.strip() for one in found)} |\n")
-    zoo.close()
+    zoo.pool.restart()
 
 
 if __name__ == "__main__":

@@ -85,38 +85,36 @@ def _run(function: Callable[..., Any], args: Any, envs: list[dict[str, str]], ti
 
 def torchrun_env(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True",
         "CUDA_VISIBLE_DEVICES": "",
-    }
+    }  # fmt: skip
 
 
 def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], path: str) -> None:
+    be_rank(env, f"{path}.out")
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    os.register_at_fork(after_in_child=partial(_own_stacks, path))
+    warnings.simplefilter("error")
+    try:
+        result = function(*args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    Path(f"{path}.tmp").write_bytes(pickle.dumps(result))
+    os.replace(f"{path}.tmp", path)
+
+
+def be_rank(env: dict[str, str], output: str) -> None:
+    """Give this process a rank's environment, and a file for what it writes."""
     os.environ.update(env)
-    with open(f"{path}.out", "w", buffering=1) as out:
+    with open(output, "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-        faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-        os.register_at_fork(after_in_child=partial(_own_stacks, path))
-        torch.set_num_threads(1)
-        # data workers start as in any rank: this process would hand on its own way, a server that imports torch anew
-        multiprocessing.set_start_method(None, force=True)
-        warnings.simplefilter("error")
-        try:
-            result = function(*args)
-        except BaseException:
-            traceback.print_exc()
-            raise
-        Path(f"{path}.tmp").write_bytes(pickle.dumps(result))
-        os.replace(f"{path}.tmp", path)
+    torch.set_num_threads(1)
+    # data workers start as in any rank: this process would hand on its own way, a server that imports torch anew
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _own_stacks(path: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from regression import whole
+from outcomes import whole
+from regression import assert_same
 from tiny import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -320,12 +321,8 @@ def baseline(case: Case) -> Run:
 
 def assert_equal(found: Run, expected: Run, tolerance: float, of_a_rank: bool = False) -> None:
     """Compare loss, gradients, weights, logged metrics and outputs; a rank has the loss of its own samples only."""
-    for name in ("losses", "gradients", "weights", "predictions")[of_a_rank:]:
-        difference = (getattr(found, name) - getattr(expected, name)).abs().max().item()
-        assert difference <= tolerance, f"{name} differ by {difference:.2g}"
-    assert found.metrics.keys() == expected.metrics.keys()
+    names = ("losses", "gradients", "weights", "predictions", "keys")[of_a_rank:]
+    assert_same(*({name: getattr(run, name) for name in names} for run in (found, expected)), tolerance)
     for mine, theirs in ((found.metrics, expected.metrics), (found.tested, expected.tested)):
-        for name, value in theirs.items():
-            # Lightning keeps logged values in float32 where the default dtype is
-            assert abs(float(mine[name]) - float(value)) <= max(tolerance, 1e-6), name
-    assert found.keys == expected.keys
+        # Lightning keeps logged values in float32 where the default dtype is
+        assert_same(*({name: float(x) for name, x in of.items()} for of in (mine, theirs)), max(tolerance, 1e-6))

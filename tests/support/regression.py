@@ -1,15 +1,16 @@
 """A regression on numbered samples: what the tests of ranks train and compare with one device."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
+from outcomes import alike, differences, whole
 from pytorch_lightning.loggers.logger import DummyLogger
 from tiny import quiet
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from evener.strategies import (
@@ -145,11 +146,6 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([whole(p.detach()).flatten() for p in module.parameters()])
 
 
-def whole(tensor: Any) -> Tensor:
-    """A tensor that may be sharded, with the values of all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def outcome(module: Net, trainer: Trainer) -> dict[str, Any]:
     """What a training left, as plain values that travel between processes."""
     return {
@@ -173,18 +169,7 @@ def fit_all(
     return outcomes
 
 
-def assert_same(found: Any, expected: Any, tolerance: float, place: str = "") -> None:
+def assert_same(found: Any, expected: Any, tolerance: float, place: str = "values") -> None:
     """Numbers may differ by rounding, nothing else may."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), place
-        for key in expected:
-            assert_same(found[key], expected[key], tolerance, f"{place}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), place
-        for i, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, tolerance, f"{place}.{i}")
-    elif isinstance(expected, (float, Tensor)):
-        assert type(found) is type(expected), place
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{place}: {text}")
-    else:
-        assert found == expected, place
+    unlike = differences(found, expected, partial(alike, atol=tolerance), place)
+    assert not unlike, "; ".join(f"{path}: {mine} instead of {theirs}" for path, (mine, theirs) in unlike.items())

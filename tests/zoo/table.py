@@ -25,7 +25,7 @@ def main(page: Path) -> None:
             lines.append(f"| {name} | {' | '.join(cells)} |")
             details = dict.fromkeys(one.detail for one in found if one.detail)
             sys.stderr.write(f"{lines[-1]} {' '.join(details)}\n")
-    zoo.close()
+    zoo.pool.restart()
     lines += ["", "## Without a case", "", *(f"- {name}: {reason}" for name, reason in LEFT_OUT.items())]
     head = page.read_text(encoding="utf-8").partition("\n## ")[0].partition("\nWith ")[0].rstrip()
     page.write_text("\n".join([head, "", *lines, ""]), encoding="utf-8")

@@ -64,7 +64,7 @@ class Zoo(judge.Judge):
 def lent_zoo() -> Iterator[Zoo]:
     found = Zoo()
     yield found
-    found.close()
+    found.pool.restart()
 
 
 def generator(seed: int = 3) -> torch.Generator:
