@@ -89,20 +89,12 @@ def case(data: Callable[[], Any], expected: str = "exact", over_batch: str = "",
         if remedies:
             REMEDIES[module.__name__] = replace(made, options=remedies)
         if over_batch:
-            REMEDIES[module.__name__] = replace(made, module=_over_batch(module, over_batch))
+            method = getattr(module, over_batch)
+            whole = {over_batch: lambda self, *args: evener.over_batch(method.__get__(self))(*args)}
+            REMEDIES[module.__name__] = replace(made, module=type(f"{module.__name__}OverBatch", (module,), whole))
         return module
 
     return add
-
-
-def _over_batch(module: Any, name: str) -> Any:
-    """The module with a method of this name computed on the whole batch."""
-    method = getattr(module, name)
-
-    def on_the_whole_batch(self: Any, *args: Any) -> Any:
-        return evener.over_batch(method.__get__(self))(*args)
-
-    return type(f"{module.__name__}OverBatch", (module,), {name: on_the_whole_batch})
 
 
 def remedy(data: Callable[[], Any] | None = None, **options: dict[str, Any]) -> Callable[[Any], Any]:
@@ -150,6 +142,19 @@ class Lit(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=self.lr)
+
+
+class Staged(Lit):
+    """The other base class: one step that is told its stage, and logs by itself."""
+
+    def shared_step(self, batch: Any, stage: str) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.shared_step(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shared_step(batch, "val")
 
 
 def mlp(*sizes: int, act: type[nn.Module] = nn.Tanh) -> nn.Sequential:

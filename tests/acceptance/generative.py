@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .case import ByHand, Lit, Rows, both, case, mlp, normal, remedy, uniform
+from .case import ByHand, Lit, Rows, Staged, both, case, mlp, normal, remedy, uniform
 
 pictures = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s) * 2 - 1))
 points = both(lambda n, s: Rows(normal(n, 6, seed=s)))
@@ -123,27 +123,21 @@ class Pix2Pix(Adversarial):
 
 
 @case(pictures, "exception")
-class VAE(Lit):
+class VAE(Staged):
     """The reparametrisation draws noise; both terms are sums over pixels and means over samples."""
 
     def build(self, latent: int = 3):
         self.encoder, self.decoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 2 * latent)), nn.Linear(latent, 64)
 
-    def shared_step(self, batch):
+    def shared_step(self, batch, stage):
         [x] = batch
         mu, log_var = self.encoder(x).chunk(2, dim=-1)
         z = mu + torch.randn_like(mu) * torch.exp(0.5 * log_var)
         recon = F.mse_loss(self.decoder(z), x.flatten(1), reduction="none").sum(-1).mean()
         kl = (-0.5 * (1 + log_var - mu**2 - log_var.exp()).sum(-1)).mean()
-        return {"loss": recon + 0.1 * kl, "recon": recon, "kl": kl}
-
-    def training_step(self, batch, batch_idx):
-        losses = self.shared_step(batch)
-        self.log_dict({f"train_{key}": value.detach() for key, value in losses.items()})
-        return losses["loss"]
-
-    def validation_step(self, batch, batch_idx):
-        self.log_dict({f"val_{key}": value for key, value in self.shared_step(batch).items()})
+        loss = recon + 0.1 * kl
+        self.log_dict({f"{stage}_loss": loss.detach(), f"{stage}_recon": recon.detach(), f"{stage}_kl": kl.detach()})
+        return loss
 
 
 @case(pictures)

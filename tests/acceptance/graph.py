@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from .case import Lit, Net, Rows, both, case, ints, normal
+from .case import Net, Rows, Staged, both, case, ints, normal
 
 
 class Data:
@@ -66,7 +66,7 @@ class GraphConv(nn.Module):
         return F.relu(self.own(x) + self.neighbours(summed))
 
 
-class GraphNet(Lit):
+class GraphNet(Staged):
     """A convolution, and classes of its nodes."""
 
     def build(self):
@@ -90,31 +90,23 @@ class GraphClassifier(GraphNet):
         counts = torch.bincount(data.batch, minlength=data.num_graphs).unsqueeze(1)
         return self.lin(pooled / counts)
 
-    def training_step(self, data, batch_idx):
-        loss = F.cross_entropy(self(data), data.y)
-        self.log("train_loss", loss, batch_size=data.num_graphs)
-        return loss
-
-    def validation_step(self, data, batch_idx):
+    def shared_step(self, data, stage):
         out = self(data)
-        self.log("val_loss", F.cross_entropy(out, data.y), batch_size=data.num_graphs)
-        self.log("val_acc", (out.argmax(-1) == data.y).double().mean(), batch_size=data.num_graphs)
+        loss = F.cross_entropy(out, data.y)
+        self.log(f"{stage}_loss", loss, batch_size=data.num_graphs)
+        if stage == "val":
+            self.log("val_acc", (out.argmax(-1) == data.y).double().mean(), batch_size=data.num_graphs)
+        return loss
 
 
 @case(graphs(of_nodes=True))
 class NodeClassifier(GraphNet):
     """Each graph has as many targets as nodes, so that the mean is over nodes."""
 
-    def step(self, data, mode):
+    def shared_step(self, data, stage):
         loss = F.cross_entropy(self(data), data.y)
-        self.log(f"{mode}_loss", loss, batch_size=data.x.size(0))
+        self.log(f"{stage}_loss", loss, batch_size=data.x.size(0))
         return loss
-
-    def training_step(self, data, batch_idx):
-        return self.step(data, "train")
-
-    def validation_step(self, data, batch_idx):
-        self.step(data, "val")
 
 
 @case(both(lambda n, s: Rows(normal(n, 4, 3, seed=s), normal(n, seed=s + 1), normal(n, 4, 3, seed=s + 2))))
@@ -146,9 +138,9 @@ def one_graph():
 class Transductive(NodeClassifier):
     """One graph is the only batch, with masks of training and validation nodes: nothing can be cut."""
 
-    def step(self, data, mode):
-        out, mask = self(data), getattr(data, mode)
-        self.log(f"{mode}_acc", (out.argmax(1)[mask] == data.y[mask]).double().mean(), batch_size=1)
+    def shared_step(self, data, stage):
+        out, mask = self(data), getattr(data, stage)
+        self.log(f"{stage}_acc", (out.argmax(1)[mask] == data.y[mask]).double().mean(), batch_size=1)
         loss = F.cross_entropy(out[mask], data.y[mask])
-        self.log(f"{mode}_loss", loss, batch_size=1)
+        self.log(f"{stage}_loss", loss, batch_size=1)
         return loss

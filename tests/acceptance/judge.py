@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import evener.strategies
 import evener.trainer
-from evener import strategies as S
+from evener.strategies import STRATEGIES as BY_NAME
 from evener.trainer import Trainer
 
 from .case import REMEDIES, Case, all_cases, has_remedy
@@ -37,7 +37,7 @@ REFERENCE, STOCK = "single_device", "lightning"
 class Plan:
     """A strategy, the number of its devices and ranks, and its options."""
 
-    strategy: Any
+    strategy: str
     devices: int = 1
     ranks: int = 1
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -47,11 +47,12 @@ class Plan:
         options = {**self.options, **more}
         if self.strategy == "auto":
             return self.strategy
+        make = BY_NAME[self.strategy]
         if accelerator == "cpu" or self.ranks > 1:
-            return self.strategy(**options | ({"backend": "gloo"} if accelerator == "cuda" else {}))
+            return make(**options | ({"backend": "gloo"} if accelerator == "cuda" else {}))
         num = torch.get_device_module(accelerator).device_count()
         names = [f"{accelerator}:{i % num}" for i in range(self.devices)]
-        return self.strategy(**{"devices": names, **options} if self.devices > 1 else {"device": names[0], **options})
+        return make(**{"devices": names, **options} if self.devices > 1 else {"device": names[0], **options})
 
     def indices(self, accelerator: str) -> Any:
         """The trainer's `devices`; ranks share the GPUs that there are, by gloo."""
@@ -66,26 +67,26 @@ GLOBAL = {"batch_size_is": "global", "timeout_s": 20}
 WHOLE, IN_PARTS, TWO = {**GLOBAL, "global_view": True}, {"global_view": False}, {"num_microbatches": 2}
 PLANS: dict[str, Plan] = {
     STOCK: Plan("auto"),
-    REFERENCE: Plan(S.SingleDeviceStrategy),
-    "dp": Plan(S.DataParallelStrategy, 2),
-    "dp_3": Plan(S.DataParallelStrategy, 3),
-    "balanced_dp": Plan(S.BalancedDataParallelStrategy, 2, 1, {"weights": [1, 2]}),
-    "ddp": Plan(S.DDPStrategy, 2, 2, GLOBAL),
-    "balanced_ddp": Plan(S.BalancedDDPStrategy, 2, 2, {"weights": [1, 2], "timeout_s": 20}),
-    "ddp_global_view": Plan(S.DDPStrategy, 2, 2, WHOLE),
-    "ddp_global_view_3": Plan(S.DDPStrategy, 3, 3, WHOLE),
-    "model_parallel": Plan(S.ModelParallelStrategy, 2, 1, TWO),
-    "ddp_model_parallel": Plan(S.DDPModelParallelStrategy, 4, 2, {**GLOBAL, **TWO}),
-    "dp_in_parts": Plan(S.DataParallelStrategy, 2, 1, IN_PARTS),
-    "model_parallel_in_parts": Plan(S.ModelParallelStrategy, 2, 1, {**TWO, **IN_PARTS}),
-    "fsdp": Plan(S.FSDPStrategy, 2, 2, GLOBAL),
+    REFERENCE: Plan("single_device"),
+    "dp": Plan("dp", 2),
+    "dp_3": Plan("dp", 3),
+    "balanced_dp": Plan("balanced_dp", 2, 1, {"weights": [1, 2]}),
+    "ddp": Plan("ddp", 2, 2, GLOBAL),
+    "balanced_ddp": Plan("balanced_ddp", 2, 2, {"weights": [1, 2], "timeout_s": 20}),
+    "ddp_global_view": Plan("ddp", 2, 2, WHOLE),
+    "ddp_global_view_3": Plan("ddp", 3, 3, WHOLE),
+    "model_parallel": Plan("model_parallel", 2, 1, TWO),
+    "ddp_model_parallel": Plan("ddp_model_parallel", 4, 2, {**GLOBAL, **TWO}),
+    "dp_in_parts": Plan("dp", 2, 1, IN_PARTS),
+    "model_parallel_in_parts": Plan("model_parallel", 2, 1, {**TWO, **IN_PARTS}),
+    "fsdp": Plan("fsdp", 2, 2, GLOBAL),
 }
 STRATEGIES = [name for name in PLANS if name not in (STOCK, REFERENCE) and not name.endswith("_in_parts")]
 WORDS = ("equal", "exception", "remedied", "refused", "late", "raw", "warned", "wrong", "unsound")
 """`remedied`: equal (or an exception) with the remedy that a message of ours names, of a module that is none of that
-untouched; `refused`: a ConfigError before the first step; `late`: a sentence of ours later, or of another type; `raw`:
-any other error; `warned`: wrong, after a warning of ours; `wrong`: in silence, which no remedy mends, since nobody is
-told of it; `unsound`: one device's training proves nothing."""
+untouched; `refused`: a sentence of ours before the first step; `late`: one after it; `raw`: any other error; `warned`:
+wrong, after a warning of ours; `wrong`: in silence, which no remedy mends, since nobody is told of it; `unsound`: one
+device's training proves nothing."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Train the corpus under every strategy and print verdicts: `python tests/acceptance/run.py --strategies ddp,dp`."""
 
 import argparse
-import json
 import os
 import platform
 import re
@@ -94,7 +93,6 @@ def main() -> None:
     parser.add_argument("--table", choices=["text", "docs"], default="text", help="docs: the table alone")
     parser.add_argument("--accelerator", default="cpu", help="kind of the devices: cpu, late, cuda")
     parser.add_argument("--write", type=Path, help="page whose table is renewed")
-    parser.add_argument("--json", type=Path, help="file to write the verdicts to")
     args = parser.parse_args()
     cases, chosen = all_cases(), set(filter(None, args.only.split(",")))
     if unknown := chosen - set(cases) - set(FIELDS):
@@ -105,8 +103,6 @@ def main() -> None:
     say(f"\n{table(found)}\n\n{len(names)} cases, {time.monotonic() - start:.0f} s")
     if args.write:
         renew(args.write, table(found))
-    if args.json:
-        args.json.write_text(json.dumps({s: {n: vars(v) for n, v in of.items()} for s, of in found.items()}, indent=1))
 
 
 if __name__ == "__main__":

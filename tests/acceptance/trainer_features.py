@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import evener
 
-from .case import Lit, Net, Rows, both, case, ints, mlp, normal, regression, remedy, vectors
+from .case import Lit, Net, Rows, Staged, both, case, ints, mlp, normal, regression, remedy, vectors
 
 
 @case(vectors())
@@ -90,7 +90,7 @@ class Collections(Net):
 
 
 @case(vectors())
-class BestMetric(Net):
+class BestMetric(Net, Staged):
     """lightning-hydra-template's metrics: MeanMetric for losses, MaxMetric for the best accuracy."""
 
     def build(self):
@@ -102,20 +102,14 @@ class BestMetric(Net):
         for metric in (self.val_loss, self.val_acc, self.val_acc_best):
             metric.reset()
 
-    def model_step(self, batch, stage, mean_loss, accuracy):
-        logits = self(batch[0])
+    def shared_step(self, batch, stage):
+        mean_loss, accuracy, logits = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_acc"), self(batch[0])
         loss = F.cross_entropy(logits, batch[1])
         mean_loss(loss)
         accuracy(logits.argmax(1), batch[1])
         self.log(f"{stage}/loss", mean_loss, on_step=False, on_epoch=True, prog_bar=True)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
-
-    def training_step(self, batch, batch_idx):
-        return self.model_step(batch, "train", self.train_loss, self.train_acc)
-
-    def validation_step(self, batch, batch_idx):
-        self.model_step(batch, "val", self.val_loss, self.val_acc)
 
     def on_validation_epoch_end(self):
         self.val_acc_best(self.val_acc.compute())

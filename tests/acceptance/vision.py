@@ -6,7 +6,7 @@ import torchmetrics
 from pytorch_lightning import LightningModule
 from torch import nn
 
-from .case import Lit, Net, Rows, both, case, ints, remedy, uniform
+from .case import Lit, Net, Rows, Staged, both, case, ints, remedy, uniform
 
 
 class UNet(nn.Module):
@@ -56,7 +56,7 @@ organs = both(lambda n, s: Rows(uniform(n, 1, 8, 8, seed=s), (uniform(n, 1, 8, 8
 
 
 @case(organs, "remedy", over_batch="dice_loss")
-class DiceOverBatch(Lit):
+class DiceOverBatch(Staged):
     """BCE and a dice over all pixels of the batch; pixel counts in lists for IoU over the epoch."""
 
     def build(self):
@@ -75,9 +75,6 @@ class DiceOverBatch(Lit):
         union = (logits.sigmoid() > 0.5) | (mask > 0.5)
         self.log(f"{stage}_loss", loss)
         return {"loss": loss, "tp": hit.sum((1, 2, 3)), "union": union.sum((1, 2, 3))}
-
-    def training_step(self, batch, batch_idx):
-        return self.shared_step(batch, "train")
 
     def validation_step(self, batch, batch_idx):
         self.outputs["val"].append(self.shared_step(batch, "val"))

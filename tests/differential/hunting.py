@@ -2,8 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .cases import Case, Spread, brief, simpler
@@ -11,13 +9,6 @@ from .observe import observe
 from .pool import Pool
 from .settled import settled
 from .verdict import Verdict, judge
-
-
-def _that_fit(cases: list[Case], spread: Spread) -> Iterator[Case]:
-    """The cases as they may be drawn; a tuple that has lost a field it needs is left out."""
-    for case in cases:
-        with suppress(IndexError, ValueError):
-            yield settled(case, spread)
 
 
 @dataclass
@@ -45,17 +36,18 @@ class Hunt:
         """The smallest case that still fails, found by giving one field after the other its default."""
         deadline = time.monotonic() + seconds
         tried: set[Case] = set()
-        improved = True
-        while improved:
-            improved = False
-            for plainer in _that_fit(simpler(case), spread):
-                if plainer == case or plainer in tried or time.monotonic() > deadline:
-                    continue
-                tried.add(plainer)
-                found = judge(self.pool, plainer, spread)
-                if not found.accepted:
-                    case, verdict, improved = plainer, found, True
-                    break
+        left = simpler(case)
+        while left and time.monotonic() < deadline:
+            try:
+                plainer = settled(left.pop(0), spread)
+            except (IndexError, ValueError):
+                continue  # a tuple has lost a field that it needs
+            if plainer == case or plainer in tried:
+                continue
+            tried.add(plainer)
+            found = judge(self.pool, plainer, spread)
+            if not found.accepted:
+                case, verdict, left = plainer, found, simpler(plainer)
         return case, verdict
 
     def add(self, case: Case, spread: Spread) -> Verdict:

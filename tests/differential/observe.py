@@ -16,7 +16,7 @@ import torch
 from outcomes import Failure, kept
 from tiny import Points, quiet
 
-from evener import strategies as S
+from evener.strategies import STRATEGIES
 
 from .loading import eval_loader, train_loader
 from .subject import make_subject
@@ -25,13 +25,6 @@ from .watching import WATCHES
 if TYPE_CHECKING:
     from .cases import Case, Spread
 
-KINDS = {
-    "single_device": S.SingleDeviceStrategy, "dp": S.DataParallelStrategy,
-    "balanced_dp": S.BalancedDataParallelStrategy,
-    "model_parallel": S.ModelParallelStrategy, "ddp": S.DDPStrategy, "balanced_ddp": S.BalancedDDPStrategy,
-    "ddp_model_parallel": S.DDPModelParallelStrategy,
-    "balanced_ddp_model_parallel": S.BalancedDDPModelParallelStrategy, "fsdp": S.FSDPStrategy,
-}  # fmt: skip
 OWN_OPTIONS = ("exact_accumulation", "detect_nonfinite")
 
 
@@ -104,7 +97,7 @@ def make_trainer(case: Case, spread: Spread, folder: Path, callbacks: list[pl.Ca
     options = dict(spread.options)
     if spread.kind in ("dp", "balanced_dp", "model_parallel"):
         options["batch_dims"] = reductions(case)
-    return quiet(strategy=KINDS[spread.kind](**options), **given)
+    return quiet(strategy=STRATEGIES[spread.kind](**options), **given)
 
 
 def reductions(case: Case) -> dict[str, str]:

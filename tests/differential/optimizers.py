@@ -10,7 +10,11 @@ from torch.optim import Optimizer
 
 
 class Sam(torch.optim.SGD):
-    """Sharpness-aware minimisation: a second closure at weights that are moved through `p.data`."""
+    """Sharpness-aware minimisation: a second closure at weights that `write` has moved."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, write: Callable[..., Any]) -> None:
+        super().__init__(params, lr)
+        self.write = write
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
@@ -24,24 +28,6 @@ class Sam(torch.optim.SGD):
             self.write(p, value)
         super().step()
         return loss
-
-    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
-        p.data.copy_(value)
-
-
-class SamInPlace(Sam):
-    """The same, writing the parameters themselves under no_grad."""
-
-    @torch.no_grad()
-    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
-        p.copy_(value)
-
-
-class SamAssigned(Sam):
-    """The same, putting another tensor in the place of `p.data`."""
-
-    def write(self, p: nn.Parameter, value: torch.Tensor) -> None:
-        p.data = value
 
 
 class Twice(torch.optim.SGD):
@@ -110,9 +96,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": partial(torch.optim.Adafactor, lr=0.01),
     "lbfgs": _lbfgs,
     "lbfgs_wolfe": partial(_lbfgs, line_search_fn="strong_wolfe"),
-    "sam": partial(Sam, lr=0.1),
-    "sam_in_place": partial(SamInPlace, lr=0.1),
-    "sam_assigned": partial(SamAssigned, lr=0.1),
+    "sam": partial(Sam, lr=0.1, write=lambda p, value: p.data.copy_(value)),
+    "sam_in_place": partial(Sam, lr=0.1, write=torch.no_grad()(lambda p, value: p.copy_(value))),
+    "sam_assigned": partial(Sam, lr=0.1, write=lambda p, value: setattr(p, "data", value)),
     "twice": partial(Twice, lr=0.05),
     "lookahead": partial(Lookahead, lr=0.05),
     "odd_closure": partial(NoClosureOnOdd, lr=0.1),

@@ -481,25 +481,22 @@ def _halve_gradients(self: Subject) -> None:
             p.grad.data = p.grad.data / (1.0 + p.grad.data.norm())
 
 
-def _clip(self: Subject, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-    self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-
 def _step_of_optimizer(self: Subject, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.1 / (1 + self.trainer.global_step)
     optimizer.step(closure=closure)
 
 
-def _transfer(self: Subject, batch: Any, device: Any, dataloader_idx: int) -> Any:
-    return pl.LightningModule.transfer_batch_to_device(self, batch, device, dataloader_idx)
-
-
 OVERRIDES: dict[str, tuple[str, Callable[..., Any]]] = {
     "edits_gradients": ("on_after_backward", _halve_gradients),
-    "own_clipping": ("configure_gradient_clipping", _clip),
+    "own_clipping": (
+        "configure_gradient_clipping",
+        lambda self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None: self.clip_gradients(
+            optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm"
+        ),
+    ),
     "own_optimizer_step": ("optimizer_step", _step_of_optimizer),
-    "own_transfer": ("transfer_batch_to_device", _transfer),
+    "own_transfer": ("transfer_batch_to_device", lambda *args: pl.LightningModule.transfer_batch_to_device(*args)),
     "moves_batch": ("on_after_batch_transfer", lambda self, batch, dataloader_idx: batch),
     "no_batch_idx": ("training_step", lambda self, batch: Subject.training_step(self, batch, 0)),
     "custom_step": ("lr_scheduler_step", lambda self, scheduler, metric: scheduler.step()),

@@ -11,7 +11,7 @@ from outcomes import Failure, alike, differences
 from .cases import Case, Spread
 from .observe import Observed
 from .pool import Pool
-from .settled import whole
+from .settled import SEVERAL, whole
 
 OWN_PART = ("outputs", "evaluated", "test_outputs")
 """What hooks of a rank see of its own part of a batch; not compared under ranks."""
@@ -97,7 +97,8 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, failure: Fa
 def _compare(case: Case, spread: Spread, expected: Observed, found: list[Observed], tolerance: float) -> Verdict:
     if any(float(weight.abs().max()) > DIVERGED for weight in expected.seen["weights"].values() if weight.numel()):
         return Verdict("discarded", "the training diverges, and differences in the last bit grow with it")
-    hidden = (*OWN_PART, *UNSUMMED * _accumulates(case)) if spread.is_of_ranks else ()
+    accumulates = case.options.accumulate_grad_batches > 1 or "accumulation" in case.callbacks
+    hidden = (*OWN_PART, *UNSUMMED * accumulates) if spread.is_of_ranks else ()
 
     def compared(name: str, one: Observed) -> Any:
         return _comparable(name, one.seen.get(name), case, spread)
@@ -124,14 +125,10 @@ def _comparable(name: str, value: Any, case: Case, spread: Spread) -> Any:
         value = _without(value, AFTER_THE_LAST_STEP)
     predicted = name == "predict" or (name == "before" and case.before == "predict")
     if predicted and spread.is_of_ranks:
-        value = _joined(value, case)
+        value = _joined(value, case.returns.predict, case.loading.eval_kind in SEVERAL)
     local = _local_names(case) if spread.is_of_ranks else ()
     local += ("balance/",) * spread.kind.startswith("balanced")  # what devices were measured to do
     return _without(value, local)
-
-
-def _accumulates(case: Case) -> bool:
-    return case.options.accumulate_grad_batches > 1 or "accumulation" in case.callbacks
 
 
 def _local_names(case: Case) -> tuple[str, ...]:
@@ -150,27 +147,20 @@ def _without(value: Any, names: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
         return {key: _without(item, names) for key, item in value.items() if not str(key).startswith(names)}
     if isinstance(value, list):
-        return [_without(item, names) for item in value if not _is_row_of(item, names)]
+        of_logger = [isinstance(item, list) and len(item) == 3 and isinstance(item[1], str) for item in value]
+        rows = [item for item, row in zip(value, of_logger, strict=True) if not (row and item[1].startswith(names))]
+        return [_without(item, names) for item in rows]
     return value
-
-
-def _is_row_of(item: Any, names: tuple[str, ...]) -> bool:
-    """Whether an item is [step, name, value] of the logger, with one of these names."""
-    return isinstance(item, list) and len(item) == 3 and isinstance(item[1], str) and item[1].startswith(names)
 
 
 ROWS = ("list", "tuple_of_rows", "strings", "python_list", "ragged", "dicts")
 
 
-def _joined(predictions: Any, case: Case) -> Any:
+def _joined(predictions: Any, kind: str, several: bool) -> Any:
     """Predictions without the bounds of batches, which differ where the loader's batch is the global one."""
-    if case.loading.eval_kind in ("two", "sequential") and predictions is not None:
-        return [_joined_of_one(one, case.returns.predict) for one in predictions]
-    return _joined_of_one(predictions, case.returns.predict)
-
-
-def _joined_of_one(predictions: Any, kind: str) -> Any:
     try:
+        if several:
+            return [_joined(one, kind, False) for one in predictions]
         if kind in ROWS:
             return [row for batch in predictions for row in batch]
         if kind == "tensor":

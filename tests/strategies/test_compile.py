@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Net, assert_equal, baseline, fit, make_module, run
-from plans import PLANS
+from parity import PLANS, Case, Net, assert_equal, baseline, fit, make_module, run
 from torch import Tensor
 
 from evener.strategies import DataParallelStrategy

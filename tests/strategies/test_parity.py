@@ -1,4 +1,4 @@
-"""Law 1: every strategy trains as one device does. See support/plans.py and support/parity.py."""
+"""Law 1: every strategy trains as one device does. See support/parity.py."""
 
 import warnings
 from functools import partial
@@ -8,8 +8,20 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
-from parity import CASES, Case, Run, assert_equal, baseline, run
-from plans import PLANS, RANK_PLANS, Plan, Ranks, Shards, balanced
+from parity import (
+    CASES,
+    PLANS,
+    RANK_PLANS,
+    Case,
+    Plan,
+    Ranks,
+    Run,
+    Shards,
+    assert_equal,
+    balanced,
+    baseline,
+    run,
+)  # fmt: skip
 from stage_modules import DEEP
 
 from evener.strategies import DDPModelParallelStrategy

@@ -6,34 +6,29 @@ import sys
 import time
 import warnings
 
-import pytorch_lightning as pl
+import tiny
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DDPStrategy
-from evener.trainer import Trainer
 
 warnings.simplefilter("ignore")
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-class Line(pl.LightningModule):
+class Line(tiny.Line):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(1, 1)
         self.unused = nn.ParameterList(nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(300))
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if "sleep" in sys.argv:
             write(str(os.getpid()))
             time.sleep(600)
-        loss = (self.layer(batch[0]) - 3 * batch[0]).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.2)
 
 
 def write(line: str) -> None:
@@ -45,10 +40,8 @@ def fit() -> None:
     write("before")
     loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 32)[:, None]), 4)
     module = Line()
-    trainer = Trainer(
-        strategy=DDPStrategy(timeout_s=120, start_method=sys.argv[2]), devices=2, accelerator="cpu", max_epochs=20,
-        logger=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = DDPStrategy(timeout_s=120, start_method=sys.argv[2])
+    trainer = tiny.quiet(strategy=strategy, devices=2, max_epochs=20, enable_progress_bar=True)
     trainer.fit(module, loader)
     write(f"after {module.layer.weight.item():.2f} {float(trainer.callback_metrics['loss']):.4f}")
 

@@ -1,10 +1,11 @@
-"""What every strategy must equal, the same training on one device: modules, batches and a run for test_parity.py.
+"""What every strategy must equal, the same training on one device: modules, batches, a run and strategies by name.
 
 Everything is tiny and in float64, where sums in another order differ by less than 1e-10.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -13,9 +14,16 @@ from outcomes import whole
 from regression import assert_same
 from tiny import quiet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from evener.strategies import SingleDeviceStrategy
+from evener.strategies import (
+    BalancedDataParallelStrategy,
+    DataParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer import Trainer
 
 FEATURES, CLASSES = 4, 3
@@ -145,35 +153,26 @@ class Pair(NamedTuple):
 
 @dataclass
 class Named:
-    x: Tensor
     y: Tensor
-    names: list[str] = field(default_factory=list)
+    names: list[str]
 
 
-def collate_named(samples: Sequence[Any]) -> Named:
-    xs, ys, names = zip(*samples, strict=True)
-    return Named(torch.stack(xs), torch.stack(ys), list(names))
+def collate_nested(samples: list[Any]) -> Any:
+    rows = default_collate(samples)
+    return {**rows, "nested": [Named(rows["pair"].y, rows.pop("name"))]}
 
 
 class DictNet(Net):
+    """Its batches are dicts of a namedtuple and a list of a dataclass."""
+
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
-        assert [int(name[1:]) for name in batch["meta"]["name"]] == batch["meta"]["index"].tolist()
-        return batch["x"], batch["nested"][0]["y"]
+        [named] = batch["nested"]
+        assert isinstance(batch["pair"], Pair)
+        assert [int(name[1:]) for name in named.names] == batch["index"].tolist()
+        return batch["pair"].x, named.y
 
     def size(self, batch: Any) -> int:
-        return len(self.read(batch)[0])
-
-
-class PairNet(Net):
-    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
-        assert isinstance(batch, Pair)
-        return batch.x, batch.y
-
-
-class NamedNet(DictNet):
-    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
-        assert len(batch.names) == len(batch.x)
-        return batch.x, batch.y
+        return len(batch["index"])
 
 
 def as_tuple(x: Tensor, y: Tensor, i: int) -> Any:
@@ -181,15 +180,7 @@ def as_tuple(x: Tensor, y: Tensor, i: int) -> Any:
 
 
 def as_dict(x: Tensor, y: Tensor, i: int) -> Any:
-    return {"x": x, "nested": [{"y": y}], "meta": {"name": f"n{i}", "index": i}}
-
-
-def as_pair(x: Tensor, y: Tensor, i: int) -> Any:
-    return Pair(x, y)
-
-
-def as_named(x: Tensor, y: Tensor, i: int) -> Any:
-    return x, y, f"n{i}"
+    return {"pair": Pair(x, y), "name": f"n{i}", "index": i}
 
 
 @dataclass(frozen=True)
@@ -242,9 +233,7 @@ CASES = {
     "loss_weight": Case(TokenNet),
     "loss_weight_accumulated": Case(TokenNet, num=22, trainer={"accumulate_grad_batches": 2}),
     "sum": Case(SumNet),
-    "dict": Case(DictNet, as_dict),
-    "namedtuple": Case(PairNet, as_pair),
-    "dataclass": Case(NamedNet, as_named, collate=collate_named),
+    "dict": Case(DictNet, as_dict, collate=collate_nested),
 }
 """Ways to train, by name; a strategy that can't serve one says so where it is compared."""
 
@@ -326,3 +315,39 @@ def assert_equal(found: Run, expected: Run, tolerance: float, of_a_rank: bool = 
     for mine, theirs in ((found.metrics, expected.metrics), (found.tested, expected.tested)):
         # Lightning keeps logged values in float32 where the default dtype is
         assert_same(*({name: float(x) for name, x in of.items()} for of in (mine, theirs)), max(tolerance, 1e-6))
+
+
+Plan = tuple[int, Callable[..., Any]]
+"""Number of devices or ranks, and a strategy that must train as one device does (law 1)."""
+
+
+def balanced(**policy: Any) -> Callable[..., Any]:
+    return lambda **options: BalancedDataParallelStrategy(**policy, **options)
+
+
+PLANS: dict[str, Plan] = {
+    **{f"dp-{num}": (num, DataParallelStrategy) for num in range(1, 5)},
+    "dp-threads": (3, lambda **options: DataParallelStrategy(threads=True, **options)),
+    "dp-of-stages-2x2": (4, partial(DataParallelStrategy, model_parallel_size=2)),
+    "dp-of-stages-3x2-threads": (6, partial(DataParallelStrategy, model_parallel_size=2, threads=True)),
+    "balanced_dp-gpu0_chunk=0": (3, balanced(gpu0_chunk=0)),
+    "balanced_dp-gpu0_chunk=1": (2, balanced(gpu0_chunk=1)),
+    "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),
+    "balanced_dp-weights=0,1": (2, balanced(weights=[0, 1])),
+    "balanced_dp-auto": (2, balanced(weights="auto")),
+    **{f"model_parallel-2-{m}": (2, partial(ModelParallelStrategy, num_microbatches=m)) for m in range(1, 5)},
+}
+"""For model_parallel devices are stages, then come micro-batches."""
+
+Ranks = partial(DDPStrategy, batch_size_is="global", timeout_s=120)
+Shards = partial(FSDPStrategy, batch_size_is="global", timeout_s=120)
+
+RANK_PLANS: dict[str, Plan] = {
+    **{f"fsdp-{num}": (num, Shards) for num in (2, 1, 3)},
+    **{f"fsdp-{num}-kept": (num, partial(Shards, reshard_after_forward=False)) for num in (1, 2, 3)},
+    "fsdp-4-replicas=2": (4, partial(Shards, replicas=2)),
+    "fsdp-2-weights=3,1": (2, partial(Shards, weights=[3, 1])),
+    "fsdp-3-weights=1,0,3": (3, partial(Shards, weights=[1, 0, 3])),
+    "fsdp-2-cpu_offload": (2, partial(Shards, cpu_offload=True)),
+    **{f"ddp-{num}-shard_optimizer": (num, partial(Ranks, shard_optimizer=True)) for num in (2, 3)},
+}

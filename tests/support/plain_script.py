@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytorch_lightning as pl
+import tiny
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import DDPStrategy
@@ -34,11 +34,7 @@ with open(sys.argv[1], "a") as file:
     file.write("before\n")
 
 
-class Line(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
+class Line(tiny.Line):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if "fail" in sys.argv and self.global_rank == 1:
             raise ValueError("rank 1 of a script")
@@ -60,7 +56,7 @@ class Line(pl.LightningModule):
             os._exit(0)
         if "long" in sys.argv and self.trainer.global_step == 20:
             Path(f"{sys.argv[1]}.rank{self.global_rank}").write_text(str(os.getpid()))
-        return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
+        return self.loss(batch)
 
     def on_train_end(self) -> None:
         if "linger" in sys.argv and self.global_rank == 1:
@@ -71,10 +67,7 @@ class Line(pl.LightningModule):
             time.sleep(600)
 
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.log("test", (self.layer(batch[0]) - 3 * batch[0]).square().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.2)
+        self.log("test", self.loss(batch))
 
 
 torch.set_num_threads(2)
@@ -95,11 +88,9 @@ BOUNDED = {"hang", "freeze0", "freeze1", "linger", "tarry"}
 
 
 def make_trainer() -> Trainer:
-    return Trainer(
-        strategy=DDPStrategy(timeout_s=3 if BOUNDED & set(sys.argv) else 120), devices=2, accelerator="cpu",
-        max_epochs=10**6 if "long" in sys.argv else 20, callbacks=[TellStop()],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    strategy = DDPStrategy(timeout_s=3 if BOUNDED & set(sys.argv) else 120)
+    max_epochs = 10**6 if "long" in sys.argv else 20
+    return tiny.quiet(strategy=strategy, devices=2, max_epochs=max_epochs, callbacks=[TellStop()])
 
 
 trainer = make_trainer()

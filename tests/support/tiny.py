@@ -12,6 +12,8 @@ from evener.trainer import Trainer
 class Tiny(pl.LightningModule):
     """One linear layer, trained by SGD; the loss is the mean square of its outputs."""
 
+    lr = 0.1
+
     def __init__(self, num_inputs: int = 1) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(num_inputs, 1)
@@ -20,7 +22,19 @@ class Tiny(pl.LightningModule):
         return self.layer(batch[0] if isinstance(batch, list) else batch).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Line(Tiny):
+    """Learns 3 x."""
+
+    lr = 0.2
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.layer(batch[0]) - 3 * batch[0]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
 
 
 class Scored(Tiny):
@@ -42,14 +56,16 @@ class Scored(Tiny):
 
 
 class Points(pl.loggers.logger.DummyLogger):
-    """Keeps what was logged, as (step, name, value)."""
+    """Keeps what was logged, as (step, name, value), and by calls, without the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, str, float]] = []
+        self.points: list[tuple[int | None, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.seen += [(step or 0, name, float(value)) for name, value in metrics.items()]
+        self.points.append((step, {name: float(value) for name, value in metrics.items() if name != "epoch"}))
 
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, logged, value in self.seen if logged == name]

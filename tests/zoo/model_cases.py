@@ -7,6 +7,7 @@ ids, lists of pictures and of targets, batches of graphs.
 import importlib
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytorch_lightning as pl
@@ -242,19 +243,15 @@ def picture_with_boxes(i: int, varying: bool = False, num: int = 0) -> tuple[Ten
     return torch.rand(3, side, side, generator=g, dtype=torch.float64), {"boxes": boxes, "labels": labels}
 
 
-def unzipped(samples: list[Any]) -> tuple[Any, ...]:
-    """torchvision's own collate function for detection: a tuple of images and a tuple of targets."""
-    return tuple(zip(*samples, strict=True))
-
-
 def with_boxes(varying: bool = False, as_lists: bool = False, num: int = 0, batch_size: int = 4) -> DataLoader[Any]:
     """Pictures and boxes. Trap: with as many boxes per picture as pictures, or as channels, sizes tell nothing."""
+
+    def collate(samples: list[Any]) -> Any:
+        unzipped = tuple(zip(*samples, strict=True))  # torchvision's own collate function for detection
+        return dict(zip(("images", "targets"), map(list, unzipped), strict=True)) if as_lists else unzipped
+
     rows = [picture_with_boxes(i, varying, num) for i in range(NUM_SAMPLES)]
-    return DataLoader(rows, batch_size=batch_size, collate_fn=listed if as_lists else unzipped)  # pyright: ignore
-
-
-def listed(samples: list[Any]) -> dict[str, Any]:
-    return {"images": [image for image, _ in samples], "targets": [target for _, target in samples]}
+    return DataLoader(rows, batch_size=batch_size, collate_fn=collate)  # pyright: ignore
 
 
 def detector(name: str) -> nn.Module:
@@ -324,9 +321,10 @@ def graph(i: int) -> Any:
     )  # fmt: skip
 
 
-def graphs() -> Any:
-    loader = importlib.import_module("torch_geometric.loader")
-    return loader.DataLoader([graph(i) for i in range(NUM_SAMPLES)], batch_size=4)
+def graphs(kind: str = "DataLoader") -> Any:
+    """By torch_geometric's DataLoader, or its DataListLoader, made for its own DataParallel."""
+    make = getattr(importlib.import_module("torch_geometric.loader"), kind)
+    return make([graph(i) for i in range(NUM_SAMPLES)], batch_size=4)
 
 
 def pairs_of_graphs() -> Any:
@@ -338,12 +336,6 @@ def pairs_of_graphs() -> Any:
         return batch.from_data_list([g for g, _ in samples]), torch.stack([t for _, t in samples])
 
     return DataLoader(rows, batch_size=4, collate_fn=collate)  # pyright: ignore[reportArgumentType]
-
-
-def lists_of_graphs() -> Any:
-    """torch_geometric's DataListLoader, made for its own DataParallel."""
-    loader = importlib.import_module("torch_geometric.loader")
-    return loader.DataListLoader([graph(i) for i in range(NUM_SAMPLES)], batch_size=4)
 
 
 def sampled_nodes() -> Any:
@@ -393,14 +385,6 @@ def node_loss(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
     return nn.functional.cross_entropy(out, batch.y), {}
 
 
-def graphs_of(batch: Any) -> int:
-    return batch.num_graphs
-
-
-def first_length(batch: Any) -> int:
-    return len(split_up(batch)[0])
-
-
 def _case(
     make: Any, loss: Any, data: Any, kind: type[Trained] = Trained, size: Any = None, tolerance: float = TOLERANCE
 ) -> Any:
@@ -431,7 +415,7 @@ CASES: dict[str, tuple[Callable[[], Trained], Callable[[], Any], float]] = {
     **{
         f"torchvision: {name}, {title}": _case(
             partial(detector, name), detected if name == "retinanet" else detected_one_by_one,
-            partial(with_boxes, **how), kind=Detecting, size=first_length,
+            partial(with_boxes, **how), kind=Detecting, size=lambda batch: len(split_up(batch)[0]),
         )
         for name in ("retinanet", "fcos", "faster_rcnn")
         for title, how in (
@@ -442,10 +426,10 @@ CASES: dict[str, tuple[Callable[[], Trained], Callable[[], Any], float]] = {
             ("dict of lists, 3 boxes in each of 3 pictures", {"num": 3, "batch_size": 3, "as_lists": True}),
         )
     },
-    "torch_geometric: Batch": _case(GraphNet, graph_loss, graphs, size=graphs_of),
+    "torch_geometric: Batch": _case(GraphNet, graph_loss, graphs, size=attrgetter("num_graphs")),
     "torch_geometric: Batch, batch_size not given": _case(GraphNet, graph_loss, graphs),
     "torch_geometric: (Batch, tensor)": _case(GraphNet, graph_pair_loss, pairs_of_graphs),
-    "torch_geometric: DataListLoader": _case(GraphNet, graph_list_loss, lists_of_graphs, size=len),
+    "torch_geometric: DataListLoader": _case(GraphNet, graph_list_loss, partial(graphs, "DataListLoader"), size=len),
     "torch_geometric: nodes of subgraphs": _case(GraphNet, node_loss, sampled_nodes),
 }  # fmt: skip
 

@@ -93,12 +93,9 @@ def load(num_devices: int = 4) -> None:
     torch._register_device_module("late", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     importlib.import_module("torch._meta_registrations")  # the shapes of what C++ has no meta kernels for
-    dist.Backend.register_backend("late_gloo", _backend, devices=["late"])
+    make: Any = lambda *args: extension().Backend(dist.ProcessGroupGloo(*args))  # noqa: E731
+    dist.Backend.register_backend("late_gloo", make, devices=["late"])
     _register_accelerator()
-
-
-def _backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-    return extension().Backend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
 def _index(device: Any) -> int:

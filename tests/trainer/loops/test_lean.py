@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import CASES, assert_equal, baseline, fit, make_module, run
-from plans import PLANS
+from parity import CASES, PLANS, assert_equal, baseline, fit, make_module, run
 from tiny import quiet
 
 from evener.trainer.loops import hook_plan
