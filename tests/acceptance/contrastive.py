@@ -138,9 +138,7 @@ class BYOL(Lit):
 
     def build(self):
         self.online, self.predictor = mlp(6, 8, 4), mlp(4, 8, 4)
-        self.target = copy.deepcopy(self.online)
-        for p in self.target.parameters():
-            p.requires_grad = False
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
 
     def similarity(self, a, b):
         with torch.no_grad():

@@ -115,8 +115,7 @@ class Pix2Pix(Adversarial):
         made = self.discriminator(torch.cat([source, fake.detach()], 1))
         d_loss = 0.5 * (F.mse_loss(real, torch.ones_like(real)) + F.mse_loss(made, torch.zeros_like(made)))
         self.update(opt_d, d_loss)
-        self.log("train_g_loss", g_loss)
-        self.log("train_d_loss", d_loss)
+        self.log_dict({"train_g_loss": g_loss, "train_d_loss": d_loss})
 
     def validation_step(self, batch, batch_idx):
         self.log("val_l1", F.l1_loss(self.generator(batch[0]), batch[1]))

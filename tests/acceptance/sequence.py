@@ -88,11 +88,8 @@ class Quantiles(Lit):
     def step(self, batch):
         x, y = batch
         preds = self.net(x).view(-1, 3, 3)
-        losses = []
-        for i, q in enumerate([0.1, 0.5, 0.9]):
-            errors = y - preds[..., i]
-            losses.append(torch.max((q - 1) * errors, q * errors).unsqueeze(-1))
-        return torch.mean(torch.sum(torch.cat(losses, dim=-1), dim=-1))
+        errors = [(q, y - preds[..., i]) for i, q in enumerate([0.1, 0.5, 0.9])]
+        return torch.stack([torch.max((q - 1) * e, q * e) for q, e in errors], dim=-1).sum(-1).mean()
 
 
 def time_first(batch):

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 import torchmetrics
 from pytorch_lightning import Callback, LightningDataModule
 from pytorch_lightning.callbacks import (
-    BaseFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     StochasticWeightAveraging,
 )
 from pytorch_lightning.utilities import CombinedLoader, grad_norm
+from tiny import Thaw
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -331,18 +331,7 @@ class LoggingIdioms(Net):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-class Thaw(BaseFinetuning):
-    """The backbone is frozen in the first epoch."""
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=1e-3)
-
-
-@case(vectors(), callbacks=lambda: [Thaw()])
+@case(vectors(), callbacks=lambda: [Thaw(1e-3)])
 class FinetuningCallback(Net):
     def configure_optimizers(self):
         return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)

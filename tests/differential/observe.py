@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import pytorch_lightning.callbacks as plc
 import torch
 from outcomes import Failure, kept
-from tiny import Points, quiet
+from tiny import Points, Thaw, quiet
 
 from evener.strategies import STRATEGIES
 
@@ -36,17 +36,6 @@ class Observed:
     failure: Failure | None = None
 
 
-class Tuning(plc.BaseFinetuning):
-    """Frees the first layer in the second epoch."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
-
-
 def callbacks(folder: Path) -> dict[str, Callable[[], pl.Callback]]:
     """Lightning's callbacks, by name."""
     pruned = {"pruning_fn": "l1_unstructured", "amount": 0.3}
@@ -66,7 +55,7 @@ def callbacks(folder: Path) -> dict[str, Callable[[], pl.Callback]]:
         ),
         "checkpoint_val": lambda: plc.ModelCheckpoint(folder / "val", monitor="val_monitor", save_last=True),
         "checkpoint_epochs": lambda: plc.ModelCheckpoint(folder / "epochs", save_top_k=-1, every_n_epochs=1),
-        "finetuning": Tuning,
+        "finetuning": Thaw,
     }
 
 

@@ -61,13 +61,8 @@ class Run:
             return
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
-                [python, *before, *words],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=variables,
-                cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
+                [python, *before, *words], stdout=file, stderr=file, env=variables, cwd=folder, start_new_session=True
+            )
 
     def lines(self) -> list[tuple[int, int, int]]:
         """(rank, pid, step) of every step begun so far."""

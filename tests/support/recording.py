@@ -44,17 +44,11 @@ class Tape:
 
     def write(self, owner: str, name: str, trainer: Any, module: Any, args: Any, kwargs: Any) -> None:
         loop = trainer.fit_loop.epoch_loop
+        progress = (loop.batch_progress, loop.automatic_optimization.optim_progress, loop.val_loop.batch_progress)
         seen = (
-            module._current_fx_name,
-            trainer.global_step,
-            trainer.current_epoch,
-            repr(trainer.state.stage),
-            repr(loop.batch_progress),
-            repr(loop.automatic_optimization.optim_progress),
-            repr(loop.val_loop.batch_progress),
-            torch.is_grad_enabled(),
-            module.training,
-        )
+            module._current_fx_name, trainer.global_step, trainer.current_epoch, repr(trainer.state.stage),
+            *map(repr, progress), torch.is_grad_enabled(), module.training,
+        )  # fmt: skip
         self.calls.append((owner, name, describe(args), describe(kwargs), seen))
 
     def names(self) -> list[tuple[str, str]]:

@@ -9,15 +9,14 @@ import select
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 CTRL_C = b"\x03"
 
 
-class Terminal:
+class Terminal(AbstractContextManager["Terminal"]):
     """A terminal: a process that opens its `path` as the leader of a session is controlled by it.
 
     Attributes:
@@ -54,12 +53,7 @@ class Terminal:
         for descriptor in (self._master, self._slave, self._wake, self._woken):
             os.close(descriptor)
 
-    def __enter__(self) -> "Terminal":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

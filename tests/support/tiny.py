@@ -55,6 +55,21 @@ class Scored(Tiny):
     val_dataloader = train_dataloader
 
 
+class Thaw(pl.callbacks.BaseFinetuning):
+    """The first layer of `net` is frozen in the first epoch."""
+
+    def __init__(self, lr: float | None = None) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=self.lr)
+
+
 class Points(pl.loggers.logger.DummyLogger):
     """Keeps what was logged, as (step, name, value), and by calls, without the epoch."""
 

@@ -69,14 +69,11 @@ class Process:
         self.args = list(words)
         self.pid = self._process.pid or 0
 
-    @property
-    def returncode(self) -> int | None:
+    def poll(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.exitcode
 
-    def poll(self) -> int | None:
-        """The exit status; None while it runs."""
-        return self._process.exitcode
+    returncode = property(poll)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end, and return the exit status."""
