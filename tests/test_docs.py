@@ -132,6 +132,10 @@ def test_links_lead_to_files_and_files_that_a_page_names_exist(page: Path) -> No
     assert [path for path in named if "<" not in path and not any(list(root.glob(path)) for root in roots)] == []
 
 
+def test_the_pages_have_at_most_2200_lines() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").splitlines()) for page in DOCS.rglob("*.md")) <= 2200
+
+
 def test_every_pain_has_one_row_with_tests_that_exist() -> None:
     rows = re.findall(r"^\| (\d+) \|(.*)", text_of("docs/dev/pains.md"), flags=re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 43))
