@@ -295,35 +295,3 @@ def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
 def test_sync_batchnorm_is_refused() -> None:
     with pytest.raises(ConfigError, match="dp: sync_batchnorm=True synchronizes processes"):
         make_trainer(Case(), "dp", devices=2, sync_batchnorm=True)
-
-
-class Growing(Net):
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            layer = nn.Linear(CLASSES, CLASSES).double()
-            nn.init.eye_(layer.weight)
-            self.net.append(layer)
-            self.trainer.optimizers[0].add_param_group({"params": list(layer.parameters())})
-
-
-def test_a_layer_that_is_added_while_training_is_replicated_and_its_steps_are_logged() -> None:
-    # What a step logged in which the module had changed went to the recorder of the replicas from before.
-    found = []
-    for strategy, num_devices in (("dp", 3), (SingleDeviceStrategy(), 1)):
-        module = make_module(Case(Growing))
-        trainer = fit(module, strategy, Case(Growing), devices=num_devices, max_epochs=2)
-        found.append([*module.parameters(), trainer.callback_metrics["train_loss"].double()])
-    torch.testing.assert_close(*found, rtol=0, atol=1e-7)  # Lightning keeps logged values in float32
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the trainer itself is on the CPU here
-@pytest.mark.parametrize("name", ["accumulation_with_a_short_tail", "loss_weight", "tied_frozen_parameter_list"])
-@pytest.mark.parametrize("devices", [["cuda:0", "cpu"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"]])
-def test_training_on_a_gpu_equals_one_cpu(name: str, devices: list[str]) -> None:
-    """`late_device/` has what can be shown without a GPU."""
-    if "cuda:1" in devices and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: this machine has one")
-    assert_equal(run(CASES[name], "dp", devices=devices), baseline(CASES[name]), 1e-8)
-    balanced = BalancedDataParallelStrategy(devices=devices, weights="auto")
-    assert_equal(run(CASES[name], balanced, accelerator="cuda", devices=1), baseline(CASES[name]), 1e-8)

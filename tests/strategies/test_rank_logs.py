@@ -10,11 +10,10 @@ import torch
 from distributed import run_ranks
 from parity import FEATURES, Samples, as_tuple
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
-from pytorch_lightning.utilities import CombinedLoader
 from regression import Net, Numbered, Points, trainer_of
 from regression import assert_same as same
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 
 
@@ -265,20 +264,6 @@ def _counted() -> list[float]:
 def test_a_run_whose_batches_are_whole_logs_sums_once_after_a_run_in_parts() -> None:
     """Cause: results kept from the first run whether ranks share batches, and counted each rank's whole sum: 18."""
     assert run_ranks(_counted, 2) == [[9.0, 9.0], [9.0, 9.0]]
-
-
-class LogsPairs(pl.LightningModule):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        (first,), (second,) = batch
-        self.log("value", first.mean() + 100 * second.mean())
-
-
-@pytest.mark.parametrize("mode", ["min_size", "max_size"])
-def test_batches_of_two_loaders_count_by_the_first_as_in_lightning(mode: Any) -> None:
-    # 4, 4 and 1 samples beside 2, 2 and 1: 51.5, 255.5 and 408 were averaged by the smaller numbers
-    loaders = [DataLoader(TensorDataset(torch.arange(float(num))[:, None]), size) for num, size in ((9, 4), (5, 2))]
-    (found,) = trainer_of("single").validate(LogsPairs(), CombinedLoader(loaders, mode), verbose=False)
-    assert found["value"] == pytest.approx((4 * 51.5 + 4 * 255.5 + 408) / 9)
 
 
 class LogsMedians(pl.LightningModule):

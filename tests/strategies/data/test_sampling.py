@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from evener.strategies import ConfigError
 from evener.strategies.core.rng import random_state, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, positions, source_of
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, positions, source_of
 from evener.strategies.data.sampling import Share
 from evener.strategies.data.shares import RankShares
 
@@ -217,6 +217,23 @@ def test_random_samplers_take_rank_0s_order() -> None:
     own = RankLoaders("ddp", 1, 2, "per_device", lambda value: state, lambda values: Done())  # type: ignore[arg-type, return-value]
     loader: Any = own.process(numbers(6, 1, sampler=RandomSampler(range(6))), "train")
     assert list(loader.batch_sampler) == [[index] for index in expected[1::2]]
+
+
+def evaluated(rank: int, mode: str, *loaders: Any) -> list[list[list[int]]]:
+    """The samples of each loader in the steps of a rank of 2 that evaluates them combined."""
+    ranks = rank_loaders(rank, 2, "global")
+    ranks.is_whole = lambda role: goes_whole(combined)
+    combined = CombinedLoader([ranks.process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
+    return [[[] if one is None else one.tolist() for one in batches] for batches, *_ in combined]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+def test_batches_that_fall_apart_on_ranks_are_evaluated_whole_by_the_first(mode: str) -> None:
+    # 4 + 4 samples, then 4 + 1: rank 1 skipped the second loader's last batch, and lost its part of the first one's
+    loaders = numbers(8, 4), numbers(5, 4)
+    assert evaluated(0, mode, *loaders) == [[[0, 1, 2, 3], [0, 1, 2, 3]], [[4, 5, 6, 7], [4]]]
+    assert evaluated(1, mode, *loaders) == []
+    assert evaluated(1, mode, numbers(4, 2), numbers(8, 4)) == [[[1], [2, 3]], [[3], [6, 7]]]  # these stay together
 
 
 def taken(shares: RankShares, combined: CombinedLoader) -> Share | None:

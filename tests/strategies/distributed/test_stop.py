@@ -45,23 +45,6 @@ def test_all_ranks_stop_at_one_step(asked: int) -> None:
         assert 2 <= stopped[0] <= max(*heard_at, 2) + 3
 
 
-class Untouched(HashStore):
-    def check(self, keys: list[str]) -> bool:
-        pytest.fail(f"asked for {keys}")
-
-
-def test_nothing_is_asked_of_the_store_before_a_request() -> None:
-    assert not StopAgreement(0, 2, Untouched()).agreed(received=False, step=3)
-
-
-def test_a_single_rank_stops_at_the_next_step() -> None:
-    alone = StopAgreement(0, 1, HashStore())
-    alone.request(15)
-    assert alone.armed
-    assert not alone.due(7)
-    assert alone.due(8)
-
-
 def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: pytest.MonkeyPatch) -> None:
     store, seen = HashStore(), dict[str, bool]()
     monkeypatch.setattr(

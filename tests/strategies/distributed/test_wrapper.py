@@ -49,18 +49,6 @@ class Growing(Net):
         return loss + self.head(batch[0]).square().mean() if self.current_epoch else loss
 
 
-class Scheduled(Net):
-    """Asks before the strategy has set up anything, and any loader was read, how many steps there will be."""
-
-    def setup(self, stage: str) -> None:
-        self.num_steps = int(self.trainer.estimated_stepping_batches)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.num_steps)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
 class Late(Net):
     """Unfreezes a layer when the ranks have agreed already what to reduce."""
 
@@ -137,7 +125,6 @@ CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "plain": (Net, {}),
     "thawing": (Thawing, {"accumulate_grad_batches": 2}),
     "growing": (Growing, {}),
-    "scheduled": (Scheduled, {}),
     "toggling late": (TogglingLate, {}),
     # with accumulation the hook saw this rank's gradients until the last batch; those of all divided by their number
     "editing": (Editing, {"accumulate_grad_batches": 2}),
@@ -163,6 +150,7 @@ def _train_all() -> dict[Any, Any]:
         found[case, "ddp"] = trained(case, DDPStrategy(**GLOBAL), 2)
         found[case, "uneven"] = trained(case, BalancedDDPStrategy([1, 3], timeout_s=120), 2)
     found["thawing", "two devices each"] = trained("thawing", DDPStrategy(devices_per_process=2, **GLOBAL), 4)
+    found["growing", "two devices each"] = trained("growing", DDPStrategy(devices_per_process=2, **GLOBAL), 4)
     found["thawing", "two stages each"] = trained("thawing", DDPModelParallelStrategy(num_microbatches=2, **GLOBAL), 4)
     # torch's wrapper lost the gradients that a hook had replaced in its buckets
     found["editing", "views of buckets"] = trained("editing", DDPStrategy(gradient_as_bucket_view=True, **GLOBAL), 2)

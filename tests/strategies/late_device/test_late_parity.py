@@ -9,11 +9,15 @@ from typing import Any
 
 import late_device
 import pytest
+import pytorch_lightning as pl
 import torch
 from acceptance.case import all_cases
 from acceptance.judge import Judge
 from late_device import Delays, needs_late_device
 from parity import CASES, assert_equal, baseline, run
+from regression import quiet_trainer, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
@@ -84,6 +88,56 @@ def _repeated(name: str) -> bool:
 def test_equal_runs_end_with_the_same_bits(name: str) -> None:
     # Failed before: micro-batches in threads added gradients in the order of their arrival, which differed by 1e-16.
     assert late_device.run(_repeated, name)
+
+
+class Meets(pl.LightningModule):
+    """Parts on several devices meet: in place, in a list, by keywords, with a number; a layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.mix, self.listed, self.head = (
+            nn.Linear(3, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 2),
+        )
+        self.register_buffer("scale", torch.full((2,), 0.5))
+        self.layers, self.plain = [self.listed], torch.ones(2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mixed = self.mix(torch.relu(self.first(batch[0])))
+        hidden = self.layers[0](mixed) * torch.ones(1, device=self.device)
+        total = hidden.clone()
+        total += mixed
+        total.add_(torch.cat([mixed, hidden], 1)[:, 4:12], alpha=0.5)
+        hidden = torch.where(mixed > 0, input=hidden, other=torch.tensor(2.0) * total)
+        return (self.head(self.mix(hidden)) * self.scale + self.plain.to(self.device)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PLACED: dict[str, Callable[[], Any]] = {
+    "stages": lambda: _stages(3, num_microbatches=2),
+    "stages by name": lambda: _stages(2, partition=["mix"], output_device="first"),
+    "dp": STRATEGIES["dp"],
+}
+
+
+def _placed(strategy: Any, accelerator: str) -> Tensor:
+    module, data = Meets(), TensorDataset(torch.randn(6, 3, generator=torch.Generator().manual_seed(1)))
+    quiet_trainer(strategy, accelerator=accelerator).fit(module, DataLoader(data, batch_size=3))
+    return weights(module.cpu())
+
+
+def _differences() -> dict[str, float]:
+    expected = _placed(SingleDeviceStrategy(), "cpu")
+    return {name: float((_placed(made(), "late") - expected).abs().max()) for name, made in PLACED.items()}
+
+
+def test_parts_that_meet_train_as_on_one_cpu() -> None:
+    assert late_device.run(_differences) == pytest.approx(dict.fromkeys(PLACED, 0.0), abs=1e-5)
 
 
 CORPUS = {

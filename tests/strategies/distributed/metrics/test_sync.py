@@ -12,10 +12,6 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, SumMetric
 from torchmetrics.wrappers import Running
 
-from evener.strategies.core.errors import ConfigError
-from evener.strategies.distributed.metrics.sync import RunMetrics
-from evener.strategies.distributed.store import RankError
-
 
 def double(metric: torchmetrics.Metric) -> Any:
     return metric.set_dtype(torch.float64)
@@ -176,6 +172,8 @@ def test_a_value_that_a_rank_can_not_compute_matters_only_if_it_is_used() -> Non
 
 
 class BatchMean(torchmetrics.Metric):
+    """A metric whose state is a plain mean over ranks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
@@ -187,53 +185,54 @@ class BatchMean(torchmetrics.Metric):
         return self.mean  # type: ignore[return-value]
 
 
-def _correlations(rank: int, num_outputs: int) -> list[Tensor]:
-    """Pearson's and the concordance coefficient of four samples, of which each rank has two with one target."""
-    x = torch.tensor([1.0, 2.0, 4.0, 3.0], dtype=torch.float64)[2 * rank : 2 * rank + 2]
-    y = torch.full((2,), float(rank), dtype=torch.float64)
-    if num_outputs > 1:
-        x, y = x[:, None].repeat(1, num_outputs), y[:, None].repeat(1, num_outputs)
-    metrics = [cls(num_outputs) for cls in (torchmetrics.PearsonCorrCoef, torchmetrics.ConcordanceCorrCoef)]
-    for metric in metrics:
-        metric.set_dtype(torch.float64).update(x, y)
-    return [metric.compute().double() for metric in metrics]
+class Computes(Net):
+    """Computes a metric when an epoch ends, of a value; another one on each rank for none."""
+
+    def __init__(self, values: tuple[float, ...]) -> None:
+        super().__init__()
+        self.values, self.mean, self.each = values, BatchMean(), torch.nn.ModuleList([SumMetric(), MeanMetric()])
+
+    def on_train_epoch_end(self) -> None:
+        metric: Any = self.mean if self.values else self.each[self.global_rank]
+        metric.update(self.values[self.global_rank] if self.values else 1.0)
+        self.trained = [[int(metric.compute())]]
 
 
-def _exchange() -> dict[str, Any]:
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    run = RunMetrics()
-    run.begin(False, lambda: (1.0, False, ""))
-    found: dict[str, Any] = {"correlations": [_correlations(rank, num) for num in (1, 2)]}
-    for name, metric, value in (
-        ("equal", BatchMean(), 2.0),
-        ("unequal", BatchMean(), 1.0 + rank),
-        ("others", [SumMetric(), torchmetrics.MaxMetric()][rank], 1.0),
-    ):
-        try:
-            metric.update(value)
-            found[name] = metric.compute().item()
-        except (ConfigError, RankError) as exc:
-            found[name] = str(exc)
-    run.end()
-    total = SumMetric()
-    total.update(1.0 + rank)
-    found["after"] = (total.compute().item(), "_sync_dist" in vars(Running))
-    torch.distributed.destroy_process_group()
-    return found
+def _compute(values: tuple[float, ...]) -> list[list[int]]:
+    module = Computes(values)
+    trainer_of("ddp", max_epochs=1).fit(module, DataLoader(Numbered(4), 2))
+    return module.trained
 
 
-def test_states_that_are_not_sums() -> None:
-    for rank in run_ranks(_exchange, 2):
-        assert rank["equal"] == 2
-        assert "BatchMean: its state 'mean' is reduced by a plain mean over ranks" in rank["unequal"]
-        assert "rank 0 computes the metric SumMetric over all ranks, but rank 1 computes MaxMetric" in rank["others"]
-        assert rank["after"] == (3, False)
-        # torchmetrics divides by the largest deviation from the rank's own mean, which is 0 on both ranks: NaN
-        for pearson, concordance in rank["correlations"]:
-            # x - mean = -1.5, -0.5, 1.5, 0.5; y - mean = -0.5, -0.5, 0.5, 0.5: covariance 2/3, variances 5/3 and 1/3
-            assert (pearson - 2 / 5**0.5).abs().max() < 1e-6
-            assert (concordance - 2 * (2 / 3) / (5 / 3 + 1 / 3 + 4)).abs().max() < 1e-6
+def test_states_that_are_not_sums_and_metrics_of_one_rank_are_refused() -> None:
+    assert run_ranks(_compute, 2, (2.0, 2.0)) == [[[2]]] * 2
+    for rank in run_ranks_unchecked(_compute, 2, (1.0, 2.0)):
+        assert "BatchMean: its state 'mean' is reduced by a plain mean over ranks" in str(rank)
+    for rank in run_ranks_unchecked(_compute, 2, ()):
+        assert "rank 0 computes the metric SumMetric over all ranks, but rank 1 computes MeanMetric" in str(rank)
+
+
+class PearsonOfTargets(Net):
+    """Correlates inputs with targets that are constant on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pearson = double(torchmetrics.PearsonCorrCoef())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.pearson.update(batch[2].double().square(), (batch[2] >= 2).double())
+        self.log("pearson", self.pearson)
+
+
+def _correlate(strategy: str) -> float:
+    trainer = trainer_of(strategy)
+    (found,) = trainer.validate(PearsonOfTargets(), DataLoader(Numbered(4), 4), verbose=False)
+    return found["pearson"]
+
+
+def test_a_target_that_is_constant_on_each_rank_has_a_correlation() -> None:
+    # torchmetrics divides by the largest deviation from the rank's own mean, which is 0 on both ranks: NaN
+    assert assert_as_single(_correlate, "ddp", tolerance=1e-6) > 0.5
 
 
 class SyncedError(Net):
