@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from differential.pool import Pool
 from lightning_fabric.utilities import device_parser
-from outcomes import Failure, alike, differences, kept
+from outcomes import Failure, Verdict, alike, differences, kept
 from tiny import Points, quiet
 from torch import Tensor, nn
 
@@ -205,16 +205,6 @@ def _settled(module: nn.Module) -> Iterator[None]:
     }  # fmt: skip
     with mock.patch.multiple(torch, **draws), mock.patch.object(F, "batch_norm", normalized):
         yield
-
-
-@dataclass
-class Verdict:
-    """What became of a case under a plan."""
-
-    word: str
-    detail: str = ""
-    own_steps: bool = False
-    """Values that training logs by step without `sync_dist` are rank 0's own, as documented; all others are equal."""
 
 
 class Unsound(AssertionError):

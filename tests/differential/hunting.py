@@ -4,11 +4,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from outcomes import Verdict
+
 from .cases import Case, Spread, brief, simpler
 from .observe import observe
 from .pool import Pool
 from .settled import settled
-from .verdict import Verdict, judge
+from .verdict import judge
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Hunt:
             verdict = judge(self.pool, case, spread)
         self.words[verdict.word] += 1
         if verdict.word in ("refused", "discarded"):
-            self.reasons[f"{verdict.word}: {verdict.reason.splitlines()[0][:110] if verdict.reason else ''}"] += 1
+            self.reasons[f"{verdict.word}: {verdict.detail.splitlines()[0][:110] if verdict.detail else ''}"] += 1
         return verdict
 
     def reduce(self, case: Case, spread: Spread, verdict: Verdict, seconds: float = 60.0) -> tuple[Case, Verdict]:
@@ -55,7 +57,7 @@ class Hunt:
         first = self.judge(case, spread)
         if not first.accepted:
             small, verdict = self.reduce(case, spread, first)
-            failure = f"{verdict.word}: {brief(small)} under {brief(spread)}\n    {verdict.reason}"
+            failure = f"{verdict.word}: {brief(small)} under {brief(spread)}\n    {verdict.detail}"
             self.failures[f"{spread.kind}: {brief(small)}"] = f"{failure}\n    reduced from {brief(case)}"
         return first
 

@@ -68,7 +68,7 @@ def hold(case: Case, spread: Spread, hunt: Hunt) -> None:
     verdict = hunt.judge(case, spread)
     if not verdict.accepted:
         case, verdict = hunt.reduce(case, spread, verdict, seconds=30)
-    assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.reason}"
+    assert verdict.accepted, f"{brief(case)} under {brief(spread)}:\n{verdict.word}: {verdict.detail}"
 
 
 @pytest.mark.timeout(600)
@@ -213,14 +213,14 @@ FOUND: dict[str, tuple[Spread, Case]] = {
 def test_what_draws_have_found_wrong_is_exact(name: str, hunt: Hunt) -> None:
     spread, case = FOUND[name]
     verdict = hunt.judge(case, spread)
-    assert verdict.word == "equal", verdict.reason
+    assert verdict.word == "equal", verdict.detail
 
 
 @pytest.mark.timeout(300)
 def test_a_stop_within_an_epoch_keeps_the_shards_of_a_moving_average(hunt: Hunt) -> None:
     """The state of stochastic weight averaging was moved to the host, and each rank has a shard: refused late."""
     verdict = hunt.judge(Case(callbacks=("swa",), options=Options(max_steps=5)), FSDP)
-    assert verdict.accepted, verdict.reason  # a `test` afterwards, for which the callback copies the module, is refused
+    assert verdict.accepted, verdict.detail  # a `test` afterwards, for which the callback copies the module, is refused
 
 
 @pytest.mark.slow

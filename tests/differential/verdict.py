@@ -1,12 +1,12 @@
 """Compare two runs: equal, refused, discarded, or wrong."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from outcomes import Failure, alike, differences
+from outcomes import Failure, Verdict, alike, differences
 
 from .cases import Case, Spread
 from .observe import Observed
@@ -22,24 +22,6 @@ AFTER_THE_LAST_STEP = ("epoch", "lr_schedulers", "callbacks", "optimizer_states"
 DIVERGED = 50.0
 """Weights are below 1 at the start; an optimizer that makes them larger than this makes them larger in each step."""
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
-
-
-@dataclass
-class Verdict:
-    """What came of a case.
-
-    Args:
-        word: `equal`, `refused` or `discarded`, which are accepted; `wrong` where a value differs, `late` for a refusal
-            after steps, `crash` for any other exception, `hung`.
-        reason: the refusal, or the first difference.
-    """
-
-    word: str
-    reason: str = ""
-
-    @property
-    def accepted(self) -> bool:
-        return self.word in ("equal", "refused", "discarded")
 
 
 def judge(pool: Pool, case: Case, spread: Spread) -> Verdict:
@@ -81,8 +63,9 @@ def _own(case: Case) -> bool:
 
 
 def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, failure: Failure) -> Verdict:
+    discarded = Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
     if spread.kind != "single_device":
-        return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
+        return discarded
     found = _run(pool, case, spread)[0]
     if isinstance(found, str):
         return Verdict("wrong", f"single_device {found}")
@@ -90,7 +73,7 @@ def _judge_failing_reference(pool: Pool, case: Case, spread: Spread, failure: Fa
         return Verdict("wrong", f"stock raises {failure.kind}: {failure.message}, and single_device does not")
     same = (failure.phase, failure.kind) == (found.failure.phase, found.failure.kind)
     if same or found.failure.refuses:
-        return Verdict("discarded", f"{failure.phase} {failure.kind}: {failure.message}")
+        return discarded
     return Verdict("wrong", f"stock raises {failure}, single_device {found.failure}")
 
 

@@ -98,3 +98,24 @@ class Failure:
     def order(self) -> tuple[bool, bool]:
         """The least of several ranks' failures is the cause of the others."""
         return not self.refuses, self.kind == "RankError"
+
+
+@dataclass
+class Verdict:
+    """What became of a case.
+
+    Args:
+        word: `equal`, `refused` or `discarded`, which drawn cases accept; `wrong` where a value differs, `late` for a
+            refusal after steps, `crash` for any other exception, `hung`; the corpus has more (`judge.WORDS`).
+        detail: the refusal, or the first difference.
+        own_steps: whether values that training logs by step without `sync_dist` are rank 0's own, as documented, and
+            all others are equal.
+    """
+
+    word: str
+    detail: str = ""
+    own_steps: bool = False
+
+    @property
+    def accepted(self) -> bool:
+        return self.word in ("equal", "refused", "discarded")
