@@ -114,10 +114,6 @@ def torchgeo() -> Made:
     return without_randomness(task), both(lambda: rows(image=image, label=torch.arange(NUM_SAMPLES) % 3))
 
 
-def doubled_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(doubled, args))
-
-
 def anomalib() -> Made:
     """Reverse distillation of Anomalib on random weights; batches are ImageBatch, a dataclass of its own."""
     models, items, processing = load("anomalib", "models", "data", "pre_processing")
@@ -126,7 +122,8 @@ def anomalib() -> Made:
         backbone="resnet18", layers=["layer1", "layer2", "layer3"], pre_trained=False, evaluator=False,
         visualizer=False, post_processor=False, pre_processor=processing.PreProcessor(transforms.Resize((64, 64))),
     )  # fmt: skip
-    model.model.register_forward_pre_hook(doubled_input)  # its items are float32, whatever they are given
+    # its items are float32, whatever they are given
+    model.model.register_forward_pre_hook(lambda module, args: tuple(map(doubled, args)))
     images = torch.rand(NUM_SAMPLES, 3, 64, 64, generator=generator(), dtype=torch.float64)
     samples = [items.ImageItem(image=image, gt_label=torch.tensor(False)) for image in images]
     loader = DataLoader(samples, batch_size=4, collate_fn=items.ImageBatch.collate)  # pyright: ignore

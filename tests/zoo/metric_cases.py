@@ -227,7 +227,7 @@ WRAPPED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: wrappers.BinaryTargetTransformer(classification.BinaryAccuracy(), 0), "binary"
     ),
     "wrappers.LambdaInputTransformer": (
-        lambda: wrappers.LambdaInputTransformer(classification.BinaryAccuracy(), transform_pred=one_minus), "binary"
+        lambda: wrappers.LambdaInputTransformer(classification.BinaryAccuracy(), lambda preds: 1 - preds), "binary"
     ),
     "wrappers.MinMaxMetric": (lambda: torchmetrics.MinMaxMetric(accuracy()), "multiclass"),
     "wrappers.MultioutputWrapper": (
@@ -246,10 +246,6 @@ WRAPPED: dict[str, tuple[Callable[[], Any], str]] = {
         "multiclass",
     ),
 }  # fmt: skip
-
-
-def one_minus(preds: Tensor) -> Tensor:
-    return 1 - preds
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
