@@ -21,7 +21,7 @@ from fork_server import hear_signals
 from tiny import quiet
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, RunningMean
 
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.find import find_newest
@@ -72,7 +72,7 @@ class Recorder(pl.LightningModule):
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
         ).double()
-        self.mean = MeanMetric()
+        self.mean, self.recent = MeanMetric(), RunningMean(window=3)
         self.val_mean = MeanMetric()
         self.record = record
         self.kill_at = kill_at
@@ -94,6 +94,7 @@ class Recorder(pl.LightningModule):
         if not self.layers[1].training:  # the verifier looks at a few samples, without dropout
             return loss
         self.mean.update(loss.detach(), len(ids))
+        self.recent.update(loss.detach())
         self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(ids), sync_dist=True)
         line = [self.trainer.current_epoch, batch_idx, ids.tolist(), loss.item().hex()]
         with open(f"{self.record}.{self.global_rank}", "a") as file:
@@ -103,6 +104,7 @@ class Recorder(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.mark(f"epoch end {self.trainer.current_epoch}")
         self.log("train/mean", self.mean.compute(), sync_dist=True)
+        self.log("train/recent", self.recent.compute(), sync_dist=True)
         self.mean.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

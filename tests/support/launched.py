@@ -130,26 +130,6 @@ class Silent(Told):
         super().training_step(batch, batch_idx)
 
 
-class Imports(Told):
-    """Each rank appends what it has imported since it was forked, in a line of its own, to the file `<record>.modules`.
-
-    It draws the order of its samples, which ranks tell each other.
-    """
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), 1, shuffle=True)
-
-    def on_train_end(self) -> None:
-        with open(f"{self.record}.modules", "a") as file:
-            file.write(" ".join(sorted(sys.modules.keys() - BEFORE_FORK)) + "\n")
-
-
-BEFORE_FORK: set[str] = set()
-"""What the process has imported that forked this one."""
-
-os.register_at_fork(before=lambda: BEFORE_FORK.update(sys.modules))
-
-
 def interrupt_command(place: str) -> None:
     """Send SIGINT to the process that has started this one, where the environment says so."""
     if os.environ.get("INTERRUPTED") == place:

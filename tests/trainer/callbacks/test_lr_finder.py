@@ -4,11 +4,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from seen import SHORT, events
+from seen import SHORT
 from tiny import Tiny, quiet
 
 from evener.strategies import ConfigError
@@ -60,14 +59,6 @@ def test_losses_are_the_same_under_every_strategy_and_training_as_without_the_se
     for words in (["strategy=dp", "devices=3"], ["strategy=ddp", *ranks], ["strategy=fsdp", *ranks]):
         smoothed = [row["smoothed"] for row in rows_of(searched(tmp_path, *words))]
         assert smoothed == pytest.approx(expected, abs=1e-10), words
-
-
-def test_the_rate_is_set_on_request(tmp_path: Path) -> None:
-    result = searched(tmp_path, "callbacks.lr_finder.update=true", "callbacks.lr_finder.num_steps=60")
-    rows = rows_of(result)[10:-1]  # as Lightning does
-    rates, losses = (np.array([row[key] for row in rows]) for key in ("lr", "smoothed"))
-    best = rates[np.gradient(losses, rates).argmin()]
-    assert events(result).Scalars("lr-AdamW")[-1].value == pytest.approx(best, rel=1e-5)
 
 
 def test_the_search_in_a_trainer_of_ones_own_comes_before_training(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Operations are counted on fake tensors, once, and leave no trace in the module."""
 
 import logging
+import warnings
 from typing import Any
 
+import late_device
 import pytest
 import pytorch_lightning as pl
 import torch
+from late_device import Delays, needs_late_device
 from tiny import Points, Tiny, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -115,3 +118,17 @@ def test_the_peak_of_a_known_device_is_looked_up_and_another_is_measured(monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), "bf16-mixed") == 989e12
     assert 1e8 < peak_flops(torch.device("cpu"), "32-true") < 1e14
+
+
+def fit_on_late_device() -> float:
+    """Milliseconds of computation per step, of which each kernel takes 20 as the device has it."""
+    warnings.simplefilter("ignore")  # of Lightning, under a newer torch
+    late_device.set_delays(Delays(kernel=0.02))
+    options: dict[str, Any] = {"log_every_n_steps": 2, "logger": Points(), "callbacks": [RunSummary()]}
+    quiet(accelerator="late", devices=1, **options).fit(Linear(), DataLoader(TensorDataset(torch.ones(16, 8)), 4))
+    return options["logger"].last()["speed/compute_ms"]
+
+
+@needs_late_device
+def test_what_a_device_computes_is_measured_there() -> None:
+    assert late_device.run(fit_on_late_device) > 100  # the host has queued it at once

@@ -23,11 +23,10 @@ from evener.strategies import BalancedDataParallelStrategy, BalancedDDPModelPara
 from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm
-from evener.trainer.callbacks.start_up import batch_line, checkpoint_policy, cut_line
-from evener.trainer.checkpoint._callback import Checkpoint
+from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
-from evener.trainer.job.result import memory_text, shares_text, short_path, show_summary
+from evener.trainer.job.result import short_path, show_summary
 from evener.trainer.loggers.tensorboard import layout
 
 
@@ -204,27 +203,6 @@ def test_the_batch_line_counts_accumulation_and_uneven_chunks(strategy: Any, tol
     module.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))  # type: ignore[assignment]
     quiet(strategy=strategy, devices=2, accumulate_grad_batches=2, callbacks=[Look()]).fit(module)
     assert (tmp_path / "told").read_text() == f"{told}; an optimizer step takes 2 of them, 8 samples"
-
-
-SHARES = {"balance/efficiency": 0.896, "balance/share_0": 0.46875, "balance/share_1": 0.53125}
-SAID = [
-    (cut_line([64] * 4, "rank"), "256 = 4 ranks × 64 samples"),
-    (cut_line([16, 24, 24], "replica"), "64 = 16 + 24 + 24 samples on 3 replicas"),
-    (cut_line([2000], "device"), "2,000 samples"),
-    (memory_text([1812.0, 790.0]), "1,812, 790 MiB"),
-    (shares_text(SHARES), "47%, 53%, efficiency 0.90"),
-    (
-        checkpoint_policy(Checkpoint(monitor="acc", mode="max", save_top_k=3)),
-        "the best 3 by acc (max) and the last, every epoch",
-    ),
-    (checkpoint_policy(Checkpoint(every_n_steps=1000, save_last=False)), "the newest, every 1,000 steps"),
-    (checkpoint_policy(Checkpoint(interval_s=900, save_top_k=0)), "the last, every 900 s"),
-]
-
-
-@pytest.mark.parametrize(("said", "expected"), SAID)
-def test_cuts_memory_shares_and_policies_are_told_in_words(said: str, expected: str) -> None:
-    assert said == expected
 
 
 def test_the_closing_table_is_whole_at_80_columns_and_shows_what_was_logged_once(

@@ -1,6 +1,5 @@
 """A state that contains nan is never the best, and a run that ends with one says so."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.train import run_job
 from evener.trainer.job.result import summary_rows
+from evener.trainer.study.sweep import Variant, best_of
 
 
 class Damaged(Scored):
@@ -99,32 +99,16 @@ def test_a_run_whose_weights_end_as_nan_has_diverged(tmp_path: Path, capsys: pyt
     assert ("nan", "the weights, val/loss") in summary_rows(result)
 
 
-class Silent(Damaged):
-    """Returns None for the given batches."""
-
-    def __init__(self, none_at: tuple[int, ...], automatic: bool = True) -> None:
-        super().__init__([0.0, 0.0])
-        self.none_at = none_at
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if self.current_epoch in self.none_at else super().training_step(batch, batch_idx)
+def test_a_job_that_diverged_is_not_the_best_of_a_sweep() -> None:
+    # min() of nan and a number is the first of both
+    diverged, good = Variant(1, "dp", (), 0.1, "diverged"), Variant(2, "dp", (), 0.5, "")
+    assert best_of([Variant(0, "dp", (), nan, ""), diverged, good], maximizes=False) == good
 
 
-@pytest.mark.parametrize(("none_at", "automatic", "told"), [((0, 1), True, 1), ((0,), True, 0), ((0, 1), False, 0)])
-def test_a_training_step_that_always_returns_none_is_told(
-    tmp_path: Path, none_at: tuple[int, ...], automatic: bool, told: int
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(Silent(none_at, automatic), tmp_path)
-    texts = [str(warning.message) for warning in caught]
-    assert sum("no optimizer step was taken" in text for text in texts) == told
-
-
-def test_a_run_without_any_step_fails(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`. If this was on purpose")  # Lightning's own
+def test_a_run_without_any_step_fails_and_says_why(tmp_path: Path) -> None:
     with (
-        pytest.warns(UserWarning, match="training_step"),
+        pytest.warns(UserWarning, match="`training_step` returned None for each of .* no optimizer step was taken"),
         pytest.raises(ValueError, match="Nothing was trained: training_step returned None for every batch"),
     ):
         train(config(tmp_path, "Silent"))

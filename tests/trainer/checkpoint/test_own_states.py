@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -62,32 +61,6 @@ def test_a_batch_that_was_read_ahead_is_not_lost(tmp_path: Path) -> None:
     for num_steps in (1, 2, 3, 4):
         saved = tmp_path / "whole" / f"step={num_steps}.ckpt"
         assert fit(tmp_path / "resumed", saved) == whole[num_steps:]
-
-
-class ByType(pl.Callback):
-    """Counts batches; its state has a class as its key, as before Lightning 1.5."""
-
-    num_batches = 0
-    state_key: Any = property(type)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.num_batches += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_batches": self.num_batches}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.num_batches = state_dict["num_batches"]
-
-
-def test_a_callbacks_state_may_have_a_class_as_its_key(tmp_path: Path) -> None:
-    loader, resumed = Stateful(Numbers(), 2), ByType()
-    trainer = quiet(max_steps=3, callbacks=[ByType()])
-    trainer.fit(Recording(), loader)
-    trainer.save_checkpoint(saved := tmp_path / "by_type.ckpt")
-    torch.load(saved, weights_only=True)
-    quiet(max_steps=5, callbacks=[resumed]).fit(Recording(), loader, ckpt_path=saved)
-    assert resumed.num_batches == 5
 
 
 def _fit_on_rank(folder: Path) -> None:

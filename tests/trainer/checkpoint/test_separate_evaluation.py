@@ -13,29 +13,10 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, Subset, random_split
-from torchmetrics import SumMetric
-from torchmetrics.wrappers import Running
 
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint._position import metric_states, restore_metrics
 
 SAMPLES: Any = torch.arange(8.0)[:, None]
-
-
-def test_a_running_metric_keeps_its_window_when_a_validation_is_stopped() -> None:
-    module = torch.nn.Module()
-    module.recent, module.total = Running(SumMetric(), window=3), SumMetric()
-    for value in (1.0, 2.0):
-        module.recent(torch.tensor(value))
-        module.total(torch.tensor(value))
-    before = metric_states(module)
-    module.recent(torch.tensor(100.0))  # the validation that is stopped
-    module.total(torch.tensor(100.0))
-    restore_metrics(module, before)
-    for value in (4.0, 8.0):
-        module.recent(torch.tensor(value))
-    assert module.recent.compute() == 2 + 4 + 8
-    assert module.total.compute() == 1 + 2
 
 
 class Draws(Tiny):

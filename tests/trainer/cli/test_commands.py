@@ -1,6 +1,5 @@
 """Every command of every page runs: in a short form here, and under `-m slow` as a user starts it."""
 
-import importlib
 import json
 import math
 import os
@@ -19,7 +18,6 @@ from omegaconf import DictConfig
 from torch.distributed.run import get_args_parser
 
 from evener.trainer import compose
-from evener.trainer.cli import tool
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
 from evener.trainer.study.trial import Trial
@@ -264,33 +262,6 @@ def test_command_runs_in_short(case: tuple[str, str], tmp_path: Path, monkeypatc
         train_here(project, words)
     if not any(word in command for word in SHOWS):
         verify_results(tmp_path, words)
-
-
-@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated")  # TensorBoard's own use of it
-@pytest.mark.parametrize("command", OTHER)
-def test_other_commands_are_known(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "benchmarks/" in command:
-        (script,) = re.findall(r"benchmarks/[\w/]+\.py", command)
-        source = (ROOT / script).read_text(encoding="utf-8")
-        options = [word for word in words_after(command, script) if word.startswith("--")]
-        assert [option for option in options if not re.search(rf'add_argument\(\s*"{option}"', source)] == []
-    elif command.startswith("torchrun"):
-        assert torchrun_options(command).training_script == "train.py"
-    elif command.startswith("tensorboard"):
-        importlib.import_module("tensorboard.program").TensorBoard().configure(argv=shlex.split(command))
-    elif command == "python docs/reference.py":
-        module = runpy.run_path(str(ROOT / "docs" / "reference.py"))
-        assert module["page"]().startswith("# Configuration reference")
-    elif command.startswith("evener"):
-        assert shlex.split(command)[1] in (*tool.WORDS, "--version")
-    elif command.startswith("pytest"):
-        words = shlex.split(command)
-        assert [word for word in words if "/" in word and not (ROOT / word).exists()] == []
-        assert words[1:2] != ["-m"] or f'"{words[2]}: ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    else:
-        assert command.startswith("python -c ")
-        exec(words_after(command, "-c")[0], {})
-        assert capsys.readouterr().out.strip() in ("True", "False")
 
 
 # ------------------------------------------------------------------------------------------ as a user starts them

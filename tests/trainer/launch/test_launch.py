@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -172,18 +171,6 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -
         steps = [step for rank, _, step in run.lines() if rank == 1]
         assert steps == [0, 1, 2, 3, *range(2, 64)]
         assert len(list(tmp_path.glob("logs/*/*/*/train.log"))) == 1
-
-
-@pytest.mark.long
-def test_forked_workers_import_next_to_nothing_themselves(tmp_path: Path) -> None:
-    overrides = ("module._target_=launched.Imports", "trainer.max_epochs=1", "logger=tensorboard", "checkpoint=none")
-    with running(tmp_path, *overrides, command=["env", sys.executable]) as run:  # a Python that has nothing yet
-        assert ends(run, time.monotonic()) == 0, run.output.read_text()
-    ranks = Path(f"{run.record}.modules").read_text().splitlines()
-    packages = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "fsspec", "evener")
-    found = [[name for name in line.split() if name.split(".")[0] in packages] for line in ranks]
-    assert len(found) == 2
-    assert max(map(len, found)) < 20, found  # a process of its own imports 2,000
 
 
 @pytest.mark.long

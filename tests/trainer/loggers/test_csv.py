@@ -116,15 +116,7 @@ def test_lightnings_own_logger_continues_after_a_restart_only(tmp_path: Path, mo
         assert found == ([3, 4, 5, 6, 7] if restarts == "0" else list(range(8)))
 
 
-def test_a_torn_row_is_removed_and_a_new_column_is_put_in_order(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("loss,step\r\n0.5,0\r\n0.25,1\r\n0.1")
-    file = MetricsFile(str(tmp_path), keep=True)
-    file.log_metrics({"loss": 0.125, "accuracy": 0.75}, step=2)
-    file.save()
-    assert (tmp_path / "metrics.csv").read_text().split() == ["accuracy,loss,step", ",0.5,0", ",0.25,1", "0.75,0.125,2"]
-
-
-def test_a_new_column_leaves_the_file_whole_whenever_the_process_ends(
+def test_a_new_column_is_put_in_order_and_leaves_the_file_whole_whenever_the_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Lightning's writer truncates the file first.
@@ -136,10 +128,14 @@ def test_a_new_column_leaves_the_file_whole_whenever_the_process_ends(
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt(signal.SIGKILL)
 
-    monkeypatch.setattr(file._fs, "mv", killed)
-    with pytest.raises(KeyboardInterrupt):
-        file.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(file._fs, "mv", killed)
+        with pytest.raises(KeyboardInterrupt):
+            file.save()
     assert (tmp_path / "metrics.csv").read_text().split() == ["loss,step", "0.5,0"]
+    (file := MetricsFile(str(tmp_path), keep=True)).log_metrics({"accuracy": 0.75}, step=1)
+    file.save()
+    assert (tmp_path / "metrics.csv").read_text().split() == ["accuracy,loss,step", ",0.5,0", "0.75,,1"]
 
 
 class SwitchedOff(Points):

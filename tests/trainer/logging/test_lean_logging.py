@@ -10,9 +10,10 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 from recording import SmallModule, loader
 from seen import raw_points
-from tiny import quiet
-from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from tiny import Tiny, quiet
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCohenKappa, MulticlassF1Score
 
 from evener.trainer import Trainer
 
@@ -128,6 +129,36 @@ def test_a_value_of_a_copied_module_is_not_logged_as_the_original() -> None:
     quiet(limit_train_batches=1).fit(module, loader(), loader(4))
     assert copies[0].log.__self__ is copies[0]
     assert "log" not in vars(module)
+
+
+class ChangesCollection(Tiny):
+    """Logs a collection whose metrics share their states, updates one of them alone, then renames all."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        metrics = {"accuracy": MulticlassAccuracy(2), "f1": MulticlassF1Score(2), "kappa": MulticlassCohenKappa(2)}
+        self.metrics = MetricCollection(metrics, prefix="train/")  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.metrics.update(batch[0], batch[1])
+        if batch_idx == 4:
+            self.metrics._modules["f1"].update(torch.eye(2), torch.tensor([0, 0]))  # type: ignore[operator]
+        if batch_idx == 1 and self.current_epoch:
+            self.metrics.prefix = "late/"
+        self.log_dict(self.metrics, on_step=False, on_epoch=True)  # type: ignore[arg-type]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_collection_changed_between_calls_is_logged_as_lightnings() -> None:
+    found = []
+    for cls in TRAINERS:
+        pl.seed_everything(0, verbose=False)
+        data = DataLoader(TensorDataset(torch.randn(20, 2), torch.randint(2, (20,))), batch_size=4)
+        trainer = quiet(cls, max_epochs=2)
+        trainer.fit(ChangesCollection(), data)
+        found.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+    assert {"train/f1", "late/f1"} <= set(found[0])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
 class LogsUnequal(pl.LightningModule):
