@@ -182,18 +182,6 @@ def test_what_the_first_batch_has_decided_is_kept() -> None:
         structure.split({**batch, "w": torch.ones(7)}, [1, 1])
 
 
-def test_rows_that_follow_something_else_than_samples_are_not_cut() -> None:
-    """All boxes of a batch in one tensor: where there are as many boxes as images they must not be cut either."""
-    structure = BatchStructure()
-    structure.settle({"image": torch.ones(7, 4), "boxes": torch.ones(2, 4)}, 7)
-    chunks = structure.split({"image": torch.ones(2, 4), "boxes": torch.ones(2, 4)}, [1, 1])
-    assert shapes(chunks) == [{"image": (1, 4), "boxes": (2, 4)}] * 2
-    batch = {"image": torch.ones(3, 4), "boxes": torch.ones(3, 4)}
-    assert structure.num_samples(batch) == 3
-    with pytest.raises(ConfigError, match=r"batch\['boxes'\] has 3 rows, and had 2 in the first batch"):
-        structure.split(batch, [2, 1])
-
-
 def nested() -> Any:
     return torch.nested.nested_tensor([rows(1, 2), rows(3)], layout=torch.strided)
 

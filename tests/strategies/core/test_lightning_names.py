@@ -7,7 +7,6 @@ their libraries, but neither of them.
 import os
 import re
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -234,53 +233,6 @@ def test_supported_versions_are_those_of_the_package() -> None:
     low, high = lightning_names.SUPPORTED
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"pytorch-lightning>={low},<{high}"' in pyproject
-
-
-CLI = """
-from evener.trainer import Trainer
-from lightning.pytorch.cli import LightningCLI
-import pytorch_lightning.cli
-import written
-
-if __name__ == "__main__":
-    assert LightningCLI is pytorch_lightning.cli.LightningCLI
-    cli = LightningCLI(
-        pytorch_lightning.LightningModule, pytorch_lightning.LightningDataModule, trainer_class=Trainer,
-        subclass_mode_model=True, subclass_mode_data=True,
-    )
-    callbacks = cli.trainer.callbacks[:3]
-    print(type(cli.trainer).__module__, [type(callback).__name__ for callback in callbacks], callbacks[2].batches)
-"""
-
-
-CLI_CONFIG = """
-seed_everything: 1
-trainer:
-  accelerator: cpu
-  devices: 2
-  strategy: dp
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelSummary
-    - class_path: pytorch_lightning.callbacks.LambdaCallback
-    - class_path: written.Count
-  plugins: {class_path: lightning.pytorch.plugins.environments.LightningEnvironment}
-model:
-  class_path: written.Net
-  init_args: {width: 4}
-data: {class_path: written.Data}
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse, which LightningCLI asks for")
-def test_lightning_cli_takes_classes_of_both_names(tmp_path: Path) -> None:
-    (tmp_path / "cli.py").write_text(CLI)
-    (tmp_path / "given.yaml").write_text(CLI_CONFIG)
-    ended = python(tmp_path, "cli.py", "fit", "--config=given.yaml")
-    assert "evener.trainer.trainer ['ModelSummary', 'LambdaCallback', 'Count'] 4\n" in ended.stdout, ended.stderr
 
 
 STARTED = """

@@ -11,7 +11,6 @@ import torch
 from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, make_module, run
 from stage_modules import DEEP, SquareNet
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from evener.strategies import ConfigError, ModelParallelStrategy
 
@@ -127,29 +126,3 @@ def test_a_step_that_reads_gradients_gets_whole_batches() -> None:
     assert_equal(run(case, ModelParallelStrategy(num_microbatches=2), devices=2), baseline(case), 1e-10)
     with pytest.raises(ConfigError, match=r"reads the \.grad of a parameter"):
         run(case, ModelParallelStrategy(num_microbatches=2, global_view=False), devices=2)
-
-
-class DroppingNet(Net):
-    """Draws random numbers in its first part, which a checkpoint computes again in backward."""
-
-    has_checkpoints = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5)), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        again = self.training and self.has_checkpoints
-        return self.net[1](checkpoint(self.net[0], x, use_reentrant=False) if again else self.net[0](x))
-
-
-class KeepingNet(DroppingNet):
-    has_checkpoints = False
-
-
-def test_random_numbers_that_are_drawn_again_are_the_same() -> None:
-    found, expected = (
-        run(Case(kind), ModelParallelStrategy(num_microbatches=3, verify=False), devices=2)
-        for kind in (DroppingNet, KeepingNet)
-    )
-    assert_equal(found, expected, 0.0)

@@ -10,10 +10,8 @@ import pytest
 import torch
 from parity import Case, Net, assert_equal, baseline, run
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import parametrize
 
 from evener.strategies import ModelParallelStrategy
 
@@ -114,43 +112,13 @@ def transformed(m: Net, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(m.net(x), y) + by_input.square().mean()
 
 
-def differentiated_forward(m: Net, x: Tensor, y: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        scores, along = forward_ad.unpack_dual(m.net(forward_ad.make_dual(x, torch.ones_like(x))))
-    assert along is not None
-    return cross_entropy(scores, y) + along.square().mean()
-
-
-class Squared(nn.Module):
-    """A weight from a parameter of which the backward pass needs the values."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.square()
-
-
-class CachingNet(Net):
-    """Computes its parametrized weights once per step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in (self.net[0], self.net[2]):
-            parametrize.register_parametrization(layer, "weight", Squared())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with parametrize.cached():
-            return super().training_step(batch, batch_idx)
-
-
 MODULES: dict[str, Callable[[], Net]] = {
     "kept in a list": lambda: KeepingNet(True),
     "kept as an attribute": lambda: KeepingNet(False),
     "layers switched off": lambda: SettingNet(switched_off),
-    "evaluation mode": lambda: SettingNet(lambda m, is_set: m.net.train(not is_set)),
     "layers exchanged": lambda: SettingNet(exchanged),
     "other weights": lambda: FunctionalNet(with_other_weights),
     "torch.func": lambda: FunctionalNet(transformed),
-    "forward differentiation": lambda: FunctionalNet(differentiated_forward),
-    "cached weights": CachingNet,
 }
 
 

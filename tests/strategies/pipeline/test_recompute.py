@@ -72,34 +72,6 @@ class PlainNet(Net):
         self.net = nn.Sequential(nn.Linear(4, 4), PlainBlock(), PlainBlock(), PlainBlock(), nn.Linear(4, 3))
 
 
-class Toggled(PlainNet):
-    """Freezes what another optimizer trains after the forward pass, as `toggle_optimizer` does for each in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        for i, optimizer in enumerate(optimizers := self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=i == 0)
-            self.untoggle_optimizer(optimizer)
-        for optimizer in optimizers:
-            optimizer.step()
-        return {"loss": loss.detach()}
-
-    def on_after_backward(self) -> None:
-        if all(parameter.grad is not None for parameter in self.parameters()):
-            super().on_after_backward()
-
-    def configure_optimizers(self) -> Any:
-        ups = [p for name, p in self.named_parameters() if "up" in name]
-        rest = [p for name, p in self.named_parameters() if "up" not in name]
-        return [torch.optim.SGD(ups, lr=0.05), torch.optim.SGD(rest, lr=0.02)]
-
-
 BLOCKS = Case(BlockNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
 PLAIN = Case(PlainNet, num=23, batch_size=6, trainer={"accumulate_grad_batches": 2})
 Stages = partial(ModelParallelStrategy, num_microbatches=3)
@@ -109,7 +81,6 @@ Stages = partial(ModelParallelStrategy, num_microbatches=3)
     ("case", "strategy", "devices", "options"),
     [
         (BLOCKS, SingleDeviceStrategy, 1, ("always", "except_last", ["net.2"], ["net"])),
-        (Case(Toggled, num=11), SingleDeviceStrategy, 1, ("always", ["net"])),
         (PLAIN, DataParallelStrategy, 3, ("always",)),
         (PLAIN, Stages, 2, ("always", "except_last")),
     ],

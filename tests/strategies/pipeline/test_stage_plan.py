@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
 from evener.strategies.core.optimizer_states import state_to_parameters
-from evener.strategies.pipeline._plan import auto_plan, balanced_cut, found_plan, named_plan, plan_rows, verify_manual
+from evener.strategies.pipeline._plan import auto_plan, balanced_cut, named_plan, verify_manual
 from evener.strategies.pipeline.module_parts import Part, find_parts, part_bytes
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
@@ -152,16 +152,6 @@ def test_manual_placement_that_is_not_finished_is_refused() -> None:
     told = r"manual: blocks\.1\.0\.weight on meta, blocks\.1\.0\.bias on meta; the devices .* cpu, cpu"
     with pytest.raises(ConfigError, match=told):
         verify_manual(module, [CPU, CPU])
-
-
-def test_tables_by_hand() -> None:
-    module = Small()
-    module.blocks[2:].to("meta")
-    module.head.to("meta")
-    assert plan_rows(module, found_plan(module, [CPU, META]), [CPU, META]) == [
-        ("0", "cpu", "embed, blocks.0-1", "56", "224"),
-        ("1", "meta", "blocks.2-3, head", "56", "224"),
-    ]
 
 
 class Opaque(nn.Module):

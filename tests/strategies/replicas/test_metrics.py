@@ -10,7 +10,7 @@ import torchmetrics as tm
 from parity import CLASSES, Case, Net, fit, make_trainer
 from torch import Tensor, nn
 from torchmetrics.image import StructuralSimilarityIndexMeasure
-from torchmetrics.wrappers import MultitaskWrapper, Running
+from torchmetrics.wrappers import Running
 
 from evener.strategies import (
     BalancedDataParallelStrategy,
@@ -94,17 +94,11 @@ FED: dict[str, tuple[Callable[[], Any], Callable[[Tensor, Tensor, Tensor], Any]]
     "running mean of tokens": (lambda: tm.RunningMean(2), lambda out, y, loss: of_tokens(out, y)),
     "mean": (tm.MeanMetric, lambda out, y, loss: (loss,)),
     "mean of tokens": (tm.MeanMetric, lambda out, y, loss: of_tokens(out, y)),
-    "mean with a constant weight": (tm.MeanMetric, lambda out, y, loss: (loss, 4.0)),
     # MaxMetric had the mean of the parts' maxima
     "max of one number per part": (tm.MaxMetric, lambda out, y, loss: (out.max(),)),
-    "sums": (tm.CatMetric, lambda out, y, loss: (out.sum(0),)),
     "thresholds": (  # a metric with buffers was copied with its stage's hooks
         lambda: tm.AUROC("multiclass", num_classes=CLASSES, thresholds=5),
         lambda out, y, loss: (out.softmax(1), y),
-    ),
-    "multitask": (
-        lambda: MultitaskWrapper({"a": accuracy(), "b": recall()}),
-        lambda out, y, loss: ({"a": out, "b": out}, {"a": y, "b": y}),
     ),
     "ssim": (  # whose range is that of all samples
         lambda: StructuralSimilarityIndexMeasure(kernel_size=3, sigma=0.5),
@@ -202,20 +196,23 @@ class Feeds(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "feed"),
+    ("make", "feed", "told"),
     [
-        (tm.SumMetric, lambda m, out, y: m.update(out.sum())),
-        (tm.SumMetric, lambda m, out, y: m.update(1)),
-        (tm.MeanMetric, lambda m, out, y: m.update(m(out.mean()) + m.compute())),
-        (accuracy, lambda m, out, y: (m.reset(), m.update(out, y))),
-        (tm.MeanMetric, lambda m, out, y: m.update(out.mean()) if len(y) == 2 else None),
+        (tm.SumMetric, lambda m, out, y: m.update(out.sum()), True),
+        (tm.SumMetric, lambda m, out, y: m.update(1), False),
+        (tm.MeanMetric, lambda m, out, y: m.update(m(out.mean()) + m.compute()), True),
+        (accuracy, lambda m, out, y: (m.reset(), m.update(out, y)), True),
+        (tm.MeanMetric, lambda m, out, y: m.update(out.mean()) if len(y) == 2 else None, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_does_not_follow_from_parts_is_counted_on_whole_batches(make: Any, feed: Any) -> None:
+def test_what_does_not_follow_from_parts_is_counted_on_whole_batches(
+    make: Any, feed: Any, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     found = both(lambda: Feeds(make(), feed), DataParallelStrategy(), 3, 9, limit_val_batches=0)
     values = [module.metric.compute() for module in found]
     torch.testing.assert_close(*values, rtol=0, atol=1e-6, equal_nan=True)
+    assert ("So training_step gets whole batches" in caplog.text) is told
 
 
 class Forwards(Net):
@@ -270,30 +267,6 @@ def test_what_metrics_return_in_parts_is_the_batchs(
     found = [module.values for module in both(Forwards, strategy(), devices, 11)]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
     assert "whole batches" not in caplog.text
-
-
-class Computes(Net):
-    """Computes with what a metric returns, in whatever way."""
-
-    def __init__(self, use: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.metric, self.use = accuracy(), use
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        used = self.use(self.metric(self(batch[0]), batch[1]))
-        self.log("used", float(used))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("use", [lambda v: v + 1, lambda v: v.item()])
-def test_a_step_that_computes_with_a_metrics_value_gets_whole_batches(
-    use: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    modules = both(lambda: Computes(use), DataParallelStrategy(), 3)
-    found = [float(module.trainer.callback_metrics["used"]) for module in modules]
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
-    told = "MulticlassAccuracy has a value of the whole batch only, which the step uses. So validation_step gets whole"
-    assert f"dp: {told}" in caplog.text
 
 
 @pytest.mark.parametrize(

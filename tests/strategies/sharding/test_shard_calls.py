@@ -68,13 +68,6 @@ def average_of_clones(m: Hooked) -> Tensor:
     return torch.cat([whole(clone).flatten() for clone in m.anchor])
 
 
-def summed_squares(m: Hooked) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in m.parameters():
-        total += parameter.detach().pow(2).sum()
-    return total
-
-
 def logged(m: Hooked) -> float:
     m.log("norm", m.weight.norm(), on_step=False, on_epoch=True)
     return 0.0
@@ -84,11 +77,8 @@ READS: dict[str, Callable[[Hooked], Any]] = {
     "average of clones": average_of_clones,
     "average in a buffer": lambda m: m.average.mul_(0.9).add_(m.weight.detach(), alpha=0.1),
     "norms as numbers": lambda m: sum(p.norm().item() for p in m.parameters()),
-    "stacked norms": lambda m: torch.stack([p.detach().norm(2) for p in m.parameters()]).norm(2),
-    "summed squares": summed_squares,
     "total norm": lambda m: nn.utils.get_total_norm(list(m.parameters())),
     "share of small ones": lambda m: sum((p.abs() < 0.1).sum() for p in m.parameters()) / 21,
-    "condition": lambda m: 1.0 if (m.weight > 0.3).sum() > 4 else 0.0,
     "whole": lambda m: torch.linalg.svdvals(whole(m.weight)),
     "equal": lambda m: float(sum(torch.equal(p, q) for p in m.parameters() for q in (*m.parameters(), p + 1))),
     "optimizer state": lambda m: sum(s["exp_avg"].norm() for s in m.trainer.optimizers[0].state.values()),

@@ -3,8 +3,7 @@
 import copy
 import io
 import logging
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from regression import fit as fit_case
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 
@@ -163,17 +162,6 @@ class Complex(Net):
     validation_step: Any = None
 
 
-class Early(Net):
-    """Its optimizer exists before training, as LightningCLI makes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = torch.optim.Adam(self.parameters(), lr=0.1)
-
-    def configure_optimizers(self) -> Any:
-        return self.early
-
-
 class Holds(Net):
     """Reads a parameter that it has held since before it was cut; a callback reads it between steps, and writes."""
 
@@ -272,7 +260,6 @@ WAYS = {
     "complex parameters": Way(Complex, num=9, size=4),
     # ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT
     "a first batch without samples for a rank": Way(Net, {}, lambda: {"limit_val_batches": 0}, 3, 1),
-    "an optimizer made before": Way(Early, num=6, size=3),
     "a parameter kept from before": Way(Holds, WHOLE, num=6, size=3),
     # shards "could not be compared", so that the second run counted by samples
     "a second fit of a sum": Way(Summed, num=9, size=4, fits=2),
@@ -399,56 +386,6 @@ def test_runs_follow_one_another_in_one_process() -> None:
             torch.testing.assert_close(trained, single, rtol=0, atol=tolerance)
             if rank == 0:
                 torch.testing.assert_close(shown, expected, rtol=0, atol=max(tolerance, 1e-6))
-
-
-class Masked(Net):
-    """Divides by a number of samples that differs between ranks, and has a layer that takes no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        mask = (y > 0).double()
-        return ((self.net(x) - y).square() * mask).sum() / mask.sum().clamp(min=1)
-
-
-class Streamed(IterableDataset[Any]):
-    """Batches of 4 and 3 samples; each rank reads those of its own, or all."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        samples = [Numbered(14)[i] for i in range(14)]
-        self.batches = [default_collate(samples[i:j]) for i, j in ((0, 4), (4, 7), (7, 11), (11, 14))]
-        self.batches = self.batches[rank::num_ranks]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def _streamed(num_ranks: int, size_is: Any) -> Tensor:
-    loader: Any = DataLoader(Streamed(0, 1), None)
-    if size_is == "per_device" and num_ranks > 1:
-        loader = DataLoader(Streamed(int(os.environ["RANK"]), num_ranks), None)
-    elif size_is == "per_device":  # what two ranks read, put together
-        batches = Streamed(0, 1).batches
-        joined: Any = [[torch.cat(both) for both in zip(*batches[i : i + 2], strict=True)] for i in (0, 2)]
-        loader = DataLoader(joined, None)
-    module = Masked()
-    strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy(batch_size_is=size_is, timeout_s=60)
-    quiet_trainer(strategy, num_ranks, precision="64-true").fit(module, loader)
-    return weights(module)
-
-
-def _all_streamed(num_ranks: int) -> list[Tensor]:
-    return [_streamed(num_ranks, size_is) for size_is in ("global", "per_device")]
-
-
-def test_a_streams_first_batch_is_looked_at_before_the_module_is_cut() -> None:
-    """The loss counted by samples, and layers that took no part were refused."""
-    single = _all_streamed(1)
-    for found in run_ranks(_all_streamed, 2, 2):
-        torch.testing.assert_close(found, single, rtol=0, atol=1e-10)
 
 
 class Mixed(Net):
