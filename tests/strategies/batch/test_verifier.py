@@ -190,6 +190,19 @@ class Weighed(Net):
         return F.cross_entropy(self.net(x), y, weight=torch.tensor([1.0, 5.0], dtype=x.dtype))
 
 
+class Changed(Weighed):
+    """Computes something else from the second step on."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().loss(x, y)
+        return loss.exp() if self.global_step else loss
+
+
+def test_a_loss_that_is_computed_otherwise_later_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the loss is computed otherwise than in the first step.*evener\.mean"):
+        trained(Changed(), DataParallelStrategy())
+
+
 class SaysSamples(Weighed):
     def loss(self, x: Tensor, y: Tensor) -> Any:
         return {"loss": super().loss(x, y), "loss_weight": len(x)}

@@ -12,9 +12,11 @@ from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, ma
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
-from evener.strategies.pipeline import _time_balance
+from evener.strategies.pipeline import _time_balance, stages
+from evener.strategies.pipeline._time_balance import TimeBalance
+from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import Stages
 
-CPU, META = torch.device("cpu"), torch.device("meta")
 BY_TIME: dict[str, Any] = {"balance": "time", "num_microbatches": 2, "deterministic": False, "optimizer_copies": 0}
 CLOCK = [0.0]
 
@@ -95,6 +97,33 @@ def test_training_equals_one_device_before_and_after() -> None:
     case = Case(SlowNet, num=46, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
     strategy = ModelParallelStrategy(schedule="gpipe", **BY_TIME)
     assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
+
+
+def _moved() -> TimeBalance:
+    module: Any = make_module(SLOW)
+    layout = Stages(
+        [torch.device("cpu"), torch.device("meta")],
+        StageOptions(balance="time", num_microbatches=2, optimizer_copies=0),
+    )
+    layout.place(module)
+    module._trainer = type("Optimized", (), {"optimizers": ["first", "second"]})()
+    balance = TimeBalance(module, layout)
+    balance._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
+    return balance
+
+
+def test_optimizer_state_moves_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[Any] = []
+    monkeypatch.setattr(stages, "place_parts", lambda *_: None)  # to meta, torch makes new parameters
+    monkeypatch.setattr(_time_balance, "state_to_parameters", followed.append)
+    devices = _moved().stages.device_of_parts().values()
+    assert [device.type for device in devices] == ["cpu"] * 2 + ["meta"] * 4
+    assert followed == ["first", "second"]  # see test_stage_plan.py for what becomes of their state
+
+
+def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizers would go on with the old ones"):
+        _moved()
 
 
 @pytest.mark.parametrize(
