@@ -80,7 +80,12 @@ class MetricsFile(ExperimentWriter):
 
     @override
     def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
-        self._write(fieldnames, self._read()[1])
+        keys, rows = self._read()
+        try:
+            self._write(fieldnames, rows)
+        except OSError:
+            self.metrics_keys = keys  # those of the file as it is: the next row with another one makes it anew
+            raise
 
     @override
     def _check_log_dir_exists(self) -> None:
