@@ -108,9 +108,9 @@ class Meets(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         mixed = self.mix(torch.relu(self.first(batch[0])))
         hidden = self.layers[0](mixed) * torch.ones(1, device=self.device)
-        total = hidden.clone()
-        total += mixed
+        total = mixed.clone()  # on an earlier device than what is added
         total.add_(torch.cat([mixed, hidden], 1)[:, 4:12], alpha=0.5)
+        total += hidden
         hidden = torch.where(mixed > 0, input=hidden, other=torch.tensor(2.0) * total)
         return (self.head(self.mix(hidden)) * self.scale + self.plain.to(self.device)).square().mean()
 
@@ -119,7 +119,7 @@ class Meets(pl.LightningModule):
 
 
 PLACED: dict[str, Callable[[], Any]] = {
-    "stages": lambda: _stages(3, num_microbatches=2),
+    "stages": lambda: _stages(3, num_microbatches=2, partition=["listed", "head"]),
     "stages by name": lambda: _stages(2, partition=["mix"], output_device="first"),
     "dp": STRATEGIES["dp"],
 }
