@@ -1,4 +1,4 @@
-"""What ranks have in common: equal weights at the start, and after the first step of each optimizer.
+"""What ranks have in common: equal weights at the start, after the first step of each optimizer, and at epochs' ends.
 
 DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module. That is after the hooks `setup`:
 what a callback copies there, such as the initial weights of a lottery ticket, would be each rank's own where the ranks
@@ -6,7 +6,8 @@ were not seeded alike. An evaluation does not wrap the module at all.
 
 `loss.backward()` and `torch.autograd.grad` in manual optimization compute a rank's own gradients, which nobody
 averages; so may a module that overrides `backward`; and a hook that adds noise to gradients draws its own on each rank.
-The ranks would train apart, without a word.
+The ranks would train apart, without a word. So they would in a later step, by a hook that changes a learning rate, or
+weights, by what its rank alone has computed.
 """
 
 import math
@@ -32,6 +33,10 @@ _SAMPLED = 256
 """Elements per tensor that are compared; initial weights drawn under another seed differ in all of them."""
 _ROUNDED = 8
 """Units in the last place of its norm by which an optimizer's step on another kind of device may differ."""
+_APART = 1e-3
+"""Of a tensor's norm: what ranks on other kinds of devices don't reach by rounding, of 1e-7 a step, in thousands of
+steps; learning rates and weights that follow from other numbers differ by more within few.
+"""
 
 
 class Digest(NamedTuple):
@@ -51,13 +56,14 @@ class Digest(NamedTuple):
         norm = torch.linalg.vector_norm(values, dtype=dtype)
         return cls(name, float(values.sum(dtype=dtype)), float(norm), torch.finfo(tensor.dtype).eps)
 
-    def differs(self, other: "Digest") -> bool:
-        """Whether ranks have other values than by rounding; that training has failed shows by itself."""
+    def apart(self, other: "Digest") -> float:
+        """By how much ranks have other values, relative to the norm; that training has failed shows by itself."""
         if self.name != other.name:
-            return True
-        numbers = (*self[1:3], *other[1:3])
-        apart = max(abs(self.total - other.total), abs(self.norm - other.norm))
-        return all(map(math.isfinite, numbers)) and apart > _ROUNDED * self.unit * max(self.norm, other.norm)
+            return math.inf
+        if not all(map(math.isfinite, (*self[1:3], *other[1:3]))):
+            return 0.0
+        difference = max(abs(self.total - other.total), abs(self.norm - other.norm))
+        return difference / (max(self.norm, other.norm) or 1.0)
 
 
 def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
@@ -115,7 +121,7 @@ def _layout(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
 
 
 class Agreement:
-    """Compares the weights over the ranks: where training begins, and after the first step of each optimizer."""
+    """Compares the weights over the ranks: where training begins, after the first step of each optimizer, and later."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
@@ -126,7 +132,7 @@ class Agreement:
         self._written: list[Digest] = []
         self._num_due = 0
         """Times that the weights are to be compared before anything else happens to them."""
-        self._has_warned = False
+        self._has_warned = self._are_apart = False
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
@@ -166,19 +172,41 @@ class Agreement:
         weights = [*self._written, *_digests(module.named_parameters())]
         self._written = []
         ranks = gather_objects((weights, [*_digests(_computed_buffers(module))]))
-        if (name := _first_differing([buffers for _, buffers in ranks])) and not self._has_warned:
+        if (found := _first_differing([buffers for _, buffers in ranks])) and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{self._strategy}: each rank has its own values of the buffer {name}, computed of its samples; rank "
-                "0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
+                f"{self._strategy}: each rank has its own values of the buffer {found[0]}, computed of its samples; "
+                "rank 0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
             )
-        if name := _first_differing([weights for weights, _ in ranks]):
+        if found := _first_differing([weights for weights, _ in ranks]):
             raise ConfigError(
-                f"{self._strategy}: the ranks have different values of {name}: each has changed it, or its "
+                f"{self._strategy}: the ranks have different values of {found[0]}: each has changed it, or its "
                 "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
                 "which averages them over the ranks, or average them yourself "
                 "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
             )
+
+    def compare(self, ranks: Sequence[Sequence[Digest]]) -> None:
+        """Warn, once, of ranks that have trained apart, by what each of them has `trained` at the end of an epoch."""
+        if not self._are_apart and (found := _first_differing(ranks, _APART)):
+            self._are_apart = True
+            rank_zero_warn(
+                f"{self._strategy}: the ranks have trained apart: {found[0]} differs between them by {found[1]:.1%}. A "
+                'hook or callback changes training by what its rank alone has, such as outputs["loss"]. Compute it of '
+                "what all ranks have: self.all_gather(x), trainer.strategy.reduce(x), or trainer.callback_metrics that "
+                "self.log(..., sync_dist=True) has logged."
+            )
+
+
+def trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Digest]:
+    """What ranks have in common as long as they train alike: learning rates, and weights that each holds whole."""
+    rates = (
+        (f"the learning rate of {type(optimizer).__name__}", torch.tensor(float(group["lr"]), dtype=torch.float64))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if "lr" in group
+    )
+    return [*_digests(rates), *_digests(module.named_parameters())]
 
 
 def _digests(named: Iterable[tuple[str, Tensor]]) -> Iterator[Digest]:
@@ -195,9 +223,10 @@ def _computed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from layer.named_buffers(prefix, recurse=False)
 
 
-def _first_differing(ranks: Sequence[Sequence[Digest]]) -> str | None:
-    """The name of the first tensor that is another one on another rank."""
+def _first_differing(ranks: Sequence[Sequence[Digest]], tolerance: float = 0.0) -> tuple[str, float] | None:
+    """The name of the first tensor that is another one on another rank than by rounding, and by how much."""
     for same in zip_longest(*ranks, fillvalue=Digest("", 0.0, 0.0)):
-        if any(same[0].differs(other) for other in same[1:]):
-            return next(one.name for one in same if one.name)
+        apart = max(map(same[0].apart, same))
+        if apart > max(tolerance, _ROUNDED * same[0].unit):
+            return next(one.name for one in same if one.name), apart
     return None

@@ -144,7 +144,7 @@ class LeanLoggerConnector(_LoggerConnector):
 
     @override
     def on_epoch_end(self) -> None:
-        self._share()  # values logged by the epoch's last hooks
+        self._share(last=True)  # values logged by the epoch's last hooks
         super().on_epoch_end()
 
     @override
@@ -155,12 +155,12 @@ class LeanLoggerConnector(_LoggerConnector):
         else:
             super().update_eval_step_metrics(step)
 
-    def _share(self) -> None:
+    def _share(self, last: bool = False) -> None:
         results = cast(LeanResults | None, self.trainer._results)
         if results is None or results.ranks is None:
             return
         steps = [series for series in results.values() if series.meta.on_step]
-        for step, values in self._exchange.end_epoch(results):
+        for step, values in self._exchange.end_epoch(results, last):
             logged = {results.shown_name(series, True) for series in steps if series.meta.logger}
             shown = {results.shown_name(series, True) for series in steps if series.meta.prog_bar}
             self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)

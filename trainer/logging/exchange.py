@@ -7,6 +7,7 @@
 | step values of metrics; all step values, if a rank had no samples | end of such a training step |
 | step values of evaluation, where ranks may have unequal numbers of batches | end of the epoch |
 | sums of the epoch, with one collective for all keys; metrics exchange their own states | end of the epoch |
+| what shows whether ranks have trained alike | with these, after the last hooks of training |
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of
 from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.distributed.objects import gather_objects, gather_rows
+from ...strategies.distributed.same_weights import trained
 from ...strategies.sharding.whole import map_tensors
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, Sums, combine
@@ -128,10 +130,13 @@ class Exchange:
     def _step_name(self) -> str:
         return "test_step" if self._trainer.testing else "validation_step"
 
-    def end_epoch(self, results: LeanResults) -> list[tuple[int, dict[str, Any]]]:
+    def end_epoch(self, results: LeanResults, last: bool = False) -> list[tuple[int, dict[str, Any]]]:
         """Compute the epoch's values over all ranks; every rank must call it.
 
         A rank without batches takes part with zero weight and receives the values too, since callbacks act on them.
+
+        Args:
+            last: whether all hooks of the epoch have run.
 
         Returns:
             Of evaluation: step for the loggers (rank 0's, continued where only other ranks had a batch), and values
@@ -150,9 +155,13 @@ class Exchange:
             if series.on_epoch and series.computed is None and not series.meta.sync.rank_zero_only
         }
         described = {key: {**series.entry(), "dtype": series.sums.value.dtype} for key, series in own.items()}
-        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results)))
+        ranks = results.ranks if last and results.training else None
+        digests = [] if ranks is None else trained(self._trainer.lightning_module, self._trainer.optimizers)
+        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results), digests))
+        if ranks is not None:
+            ranks.contract.agreement.compare([digests for _, _, digests in gathered])
         told: dict[str, list[Entry]] = {}
-        for entries, _ in gathered:
+        for entries, *_ in gathered:
             for key, entry in entries.items():
                 told.setdefault(key, []).append(entry)
         for key, entries in told.items():
@@ -164,7 +173,7 @@ class Exchange:
                 series.computed = torch.tensor(value, dtype=dtype, device=series.device)
             else:
                 series.compute()
-        return self._combined_steps([steps for _, steps in gathered], results)
+        return self._combined_steps([steps for _, steps, _ in gathered], results)
 
     def _count_waiting(self, results: LeanResults) -> None:
         """Replace what was logged since the last call by what the parts of all ranks make of it, and count it."""

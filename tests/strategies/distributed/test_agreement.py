@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from regression import Net, Numbered, quiet_trainer, refusal, trainer_of, weights
@@ -165,3 +166,44 @@ def test_a_buffer_that_each_rank_computes_of_its_samples_is_warned_of_once() -> 
     assert told.startswith("ddp: each rank has its own values of the buffer scale,")
     assert others == []
     assert run_ranks(_warnings_of, 2, "all") == [[], []]
+
+
+class Changes(pl.Callback):
+    """Changes the learning rate, or a weight at an epoch's end, by what this rank or what all ranks have."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.way != "weight":
+            loss = outputs["loss"].detach().clone()
+            loss = loss if self.way == "own" else trainer.strategy.reduce(loss)
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.05 / (1 + float(loss))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.way == "weight":
+            pl_module.net[0].weight.data *= 1 + trainer.global_rank
+
+
+def _changed(name: str, way: str) -> tuple[list[str], Tensor]:
+    trainer, module = trainer_of(name, callbacks=[Changes(way)]), Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(Numbered(16), 4))
+    return [str(one.message) for one in caught if "apart" in str(one.message)], weights(module)
+
+
+def test_ranks_that_a_hook_trains_apart_are_warned_of_once() -> None:
+    # Each rank went on with a learning rate of its own, in silence.
+    for name in ("ddp", "shards"):
+        (told, _), (others, _) = run_ranks(_changed, 2, name, "own")
+        assert len(told) == 1
+        assert "the ranks have trained apart: the learning rate of AdamW differs between them by" in told[0]
+        assert others == []
+        for told, trained in run_ranks(_changed, 2, name, "all"):
+            assert told == []
+            torch.testing.assert_close(trained, _changed("single", "all")[1], rtol=0, atol=1e-10)
+    # rank 1 doubles its weight twice; what differs, relative to the larger norm, is a half
+    (told, _), _ = run_ranks(_changed, 2, "ddp", "weight")
+    assert len(told) == 1
+    assert "apart: net.0.weight differs between them by 50.0%" in told[0]
