@@ -166,5 +166,5 @@ def test_modules_as_people_write_them_train_on_devices_that_are_not_one(strategy
     try:
         found = {name: judge.verdict(all_cases()[name], strategy) for name in CORPUS[strategy]}
     finally:
-        judge.close()
+        judge.pool.restart()
     assert {name: verdict.word for name, verdict in found.items()} == CORPUS[strategy], found
