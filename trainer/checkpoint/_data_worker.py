@@ -10,9 +10,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.queues import Queue
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -28,6 +29,7 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
         forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
     collects, others = gc.isenabled(), multiprocessing.active_children()
+    _watch_until_end_of(os.getpid())
     gc.disable()  # until a worker has set apart what is not its own
     try:
         begin = partial(_begin, threading.current_thread() is threading.main_thread(), collects, loader.worker_init_fn)
@@ -43,6 +45,12 @@ def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> A
     if workers := getattr(iterator, "_workers", None):  # whole until its end: garbage is collected in any order
         weakref.finalize(iterator, id, (workers, iterator._index_queues)).atexit = False
     return iterator
+
+
+@cache
+def _watch_until_end_of(_: int) -> None:
+    """Have torch's handler fail this process for workers that end, but not for those that Python kills at its end."""
+    Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=0)
 
 
 class _SeededList(list[Any]):

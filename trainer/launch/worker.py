@@ -82,7 +82,6 @@ def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board |
         survivors.own = Survivor(board, int(os.environ["RANK"]))
         survivors.own.when_forked.append(partial(leave_in_time, cfg.launcher.shutdown_timeout_s))
     status = exit_status(cfg, folder)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler fails for data workers that end with their rank
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         end_process(status)
     leave_store()

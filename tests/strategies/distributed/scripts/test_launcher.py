@@ -5,8 +5,9 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import warm_python
 from distributed import run_script, torchrun_env
 from regression import Net, Numbered, quiet_trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.distributed.scripts import launcher as script_launcher
@@ -199,3 +200,22 @@ def test_a_script_that_fits_often_keeps_no_pipe() -> None:
     # Four pipes of each fit's processes stayed open until the cyclic collector ran.
     first, *others = run_script(_fit_often)
     assert others == [first, first]
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Numbered(24)[index] for index in range(24))
+
+
+def _fit_a_part_of_a_stream() -> int:
+    popen: Any = popen_fork.Popen
+    kill = popen.kill
+    popen.kill = lambda process: kill(process) or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, max_epochs=1, limit_train_batches=2)
+    trainer.fit(Net(), DataLoader(Rows(), 2, num_workers=2))
+    return trainer.global_step
+
+
+def test_ranks_whose_data_workers_are_at_work_end_in_order() -> None:
+    # Python kills those at a process's end. torch took it for a failure of the rank where two had ended at once.
+    assert run_script(_fit_a_part_of_a_stream) == 2
