@@ -85,7 +85,7 @@ class PartLists:
         for path, values in self._found():
             if type(values) is not list:
                 continue
-            before, start = self._ends.get(path, (values, 0))
+            before, start = self._ends.get(path, (values, self._parents.get(path, 0)))
             if len(values) < start or (before is not values and not _begins_with(values, before[:start])):
                 start = 0  # a new list, or one that was cleared
                 self.added.pop(path, None)
@@ -112,7 +112,7 @@ class PartLists:
 
     def update(self, path: Path, entries: dict[Any, Any]) -> None:
         """Add keys to a dictionary, which this part may not have."""
-        self._at(path, {}).update(entries)
+        dict.update(self._at(path, {}), entries)  # a Counter's own adds
 
     def _at(self, path: Path, otherwise: Any) -> Any:
         value: Any = self.spaces[path[0]]

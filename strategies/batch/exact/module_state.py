@@ -1,5 +1,7 @@
-"""See what a step leaves in a module: parameters, buffers and plain attributes that it has written, by name."""
+"""See what a step leaves in a module: parameters, buffers, plain attributes and random generators, by name."""
 
+import copy
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept
 from ...core.patching import hooks_of
 
 _LIBRARIES = ("builtins", "evener", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "types")
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
@@ -35,13 +38,9 @@ class Written:
     contents: Any = None
 
     def put(self) -> None:
-        """Give the module this value, with its contents, in other memory than what graphs may have saved."""
+        """Give the module this value, with its contents."""
         self.owner[self.key] = self.value
-        if isinstance(self.value, Tensor):
-            if not self.value.requires_grad or self.value.is_leaf:
-                self.value.data = self.contents.clone()
-        elif type(self.value) in CONTAINERS and type(self.value) is not tuple:
-            refill(self.value, self.contents)
+        _give(self.value, self.contents)
 
 
 class ModuleState(Kept):
@@ -49,17 +48,30 @@ class ModuleState(Kept):
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._first_hook = module, RemovableHandle.next_id
-        self._kept = {name: replace(one, contents=copied(one.value)) for name, one in _values(module)}
+        self._kept = {name: replace(one, contents=_contents(one.value)) for name, one in _values(module)}
         held = [(one.value, one.contents) for one in self._kept.values() if isinstance(one.value, Tensor)]
         self._memory = [(tensor, tensor.data) for tensor, _ in held]
         held += [(buffer, copied(buffer)) for buffer in module.buffers()]
         parts = [part for part in module.modules() if not is_metric(part)]
         super().__init__([space for part in parts for space in (vars(part), *_objects(part).values())], held)
+        inside = [
+            one for items, _ in self._containers for one in (items.values() if isinstance(items, dict) else items)
+        ]
+        self._contents += [(one, copied(one)) for one in inside if isinstance(one, Tensor)]
+        others = [one.value for one in self._kept.values() if not isinstance(one.value, (Tensor, *CONTAINERS))]
+        self._others = [
+            (one, _contents(one)) for one in (*others, *inside) if isinstance(one, (np.ndarray, *_GENERATORS))
+        ]
 
-    def taken(self) -> dict[str, Written]:
-        """Undo what has been written since, and return it."""
+    def taken(self, draws: bool = True) -> dict[str, Written]:
+        """Undo what has been written since, and return it; `draws` has generators undo what they have drawn, too."""
         found = {name: one for name, one in _values(self._module) if self._differs(name, one.value)}
-        written = {name: replace(one, contents=copied(one.value)) for name, one in found.items()}
+        kinds = (_GENERATORS, ())[draws]
+        written = {
+            name: replace(one, contents=_contents(one.value))
+            for name, one in found.items()
+            if not isinstance(one.value, kinds)
+        }
         for name, other in written.items():
             if name in self._kept:
                 self._kept[name].put()
@@ -71,13 +83,15 @@ class ModuleState(Kept):
         known = self._kept.get(name)
         if known is None or not (value is known.value or isinstance(value, _PLAIN)):
             return True
-        return unlike(value, known.contents, 0.0)
+        return unlike(_contents(value) if isinstance(value, _GENERATORS) else value, known.contents, 0.0)
 
     @override
     def restore(self) -> None:
         for tensor, data in self._memory:  # as others may see it
             tensor.data = data
         super().restore()
+        for value, contents in self._others:
+            _give(value, contents)
         for hooks in [hooks for parameter in self._module.parameters() for hooks in hooks_of(parameter)]:
             for number in [number for number in hooks if isinstance(number, int) and number >= self._first_hook]:
                 del hooks[number]
@@ -93,7 +107,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Written]]:
                 yield prefix + key, Written(part._buffers, key, buffer, key not in part._non_persistent_buffers_set)
         for place, own in {"": vars(part), **_objects(part)}.items():
             for key, value in list(own.items()):
-                if (place or key not in LIGHTNING_KEYS) and _is_plain(value):
+                if (place or key not in LIGHTNING_KEYS) and (_is_plain(value) or isinstance(value, _GENERATORS)):
                     yield f"{prefix}{place}{key}", Written(own, key, value)
 
 
@@ -113,7 +127,39 @@ def _is_plain(value: Any) -> bool:
     if type(value) in CONTAINERS:
         inside = value.values() if isinstance(value, dict) else value
         return len(value) <= MOST_ELEMENTS and all(map(_is_plain, inside))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _PLAIN) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what a value holds: elements, items with what these hold, or a generator's state."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        return value.getstate() if isinstance(value, random.Random) else value.get_state()
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        return copy.deepcopy(value.bit_generator.state) if isinstance(value, np.random.Generator) else value.get_state()
+    if type(value) is tuple:
+        return tuple(map(_contents, value))
+    made = copied(value) if isinstance(value, (Tensor, np.ndarray, *CONTAINERS)) else value
+    if type(value) in CONTAINERS and not isinstance(value, set):
+        for place, inside in value.items() if isinstance(value, dict) else enumerate(value):
+            made[place] = _contents(inside)
+    return made
+
+
+def _give(value: Any, contents: Any) -> None:
+    """Have a value hold what `_contents` has copied; a tensor in other memory than graphs may have saved."""
+    if isinstance(value, Tensor):
+        if not value.requires_grad or value.is_leaf:
+            value.data = contents.clone()
+    elif isinstance(value, np.ndarray):
+        value[...] = contents
+    elif isinstance(value, random.Random):
+        value.setstate(contents)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = contents
+    elif isinstance(value, (np.random.RandomState, torch.Generator)):
+        value.set_state(contents)
+    elif type(value) in CONTAINERS and type(value) is not tuple:
+        refill(value, _contents(contents))
 
 
 def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
@@ -125,10 +171,13 @@ def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
 
 
 def _apart(one: Any, other: Any, by: float) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        one, other = torch.as_tensor(one), torch.as_tensor(other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or not by:
             return not torch.equal(one, other)
         a, b = one.detach().double(), other.detach().double().to(one.device)
+        by = min(by, 1e-8) if one.dtype == other.dtype == torch.float64 else by
         return not torch.allclose(a, b, rtol=0, atol=by * float(b.abs().max() if b.numel() else 0), equal_nan=True)
     if type(one) is not type(other):
         return True

@@ -11,6 +11,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +42,10 @@ MakesBatch: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
 
 
+_DRAWING = (
+    nn.MultiheadAttention, nn.RReLU, nn.TransformerDecoderLayer, nn.TransformerEncoderLayer, _DropoutNd, _NormBase,
+)  # fmt: skip
+"""Of torch's layers those that draw, or see other samples, in training; a spectral norm only advances its estimate."""
 _READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
@@ -112,6 +118,7 @@ class Trial:
         module = self.module
         parts = [(j - i, batch(i, j)) for i, j in itertools.pairwise(places)]
         found, in_turn = [Ran(num) for num, _ in parts], self.in_turn and not self.of_ranks
+        trains = self.step == "training_step"
         trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
 
         def number() -> int:
@@ -143,10 +150,10 @@ class Trial:
             lists = PartLists([vars(part) for part in lightning_modules(module)])
             lists.begin()
             uses = _Uses(module, here()) if self.sees_calls else nullcontext()
-            reads = _GradientReads(self.strategy) if in_turn and self.step == "training_step" else nullcontext()
+            reads = _GradientReads(self.strategy) if in_turn and trains else nullcontext()
             with nullcontext() if self.together else _OneRank(), uses, reads, here().tape:
                 output: Any = getattr(module, self.step)(batch, *self.rest)
-                output = ended(module, output) if self.step == "training_step" else output
+                output = ended(module, output) if trains else output
             if not self.of_ranks and hooks != _hooks(module):
                 raise PartsDiffer(
                     f"{self.strategy}: {self.step} registers or removes hooks, as each part of a batch would. Register "
@@ -155,18 +162,18 @@ class Trial:
             lists.take((0, 0), here().num)
             here().weight, here().output, here().appended = weight_in(output), output, lists.added
             loss = output.get("loss") if isinstance(output, dict) else output
-            if module.automatic_optimization and isinstance(loss, Tensor):
+            if trains and module.automatic_optimization and isinstance(loss, Tensor):
                 here().tape.log(RETURNED, loss)
                 backward(loss)
             if not (self.together or in_turn):
-                here().written.update(state.taken())
+                here().written.update(state.taken(draws=self.of_ranks))
 
         with ExitStack() as stack:
             stack.enter_context(seeded(seed, self.device))
             state = ModuleState(module)
             stack.callback(state.restore)
             stack.enter_context(kept_metrics(module))
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(trains))
             for part in module.modules():
                 part.training = part.training and not (self.evaluates or _draws(part))
             stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
@@ -188,7 +195,7 @@ class Trial:
             with recording, _Parts(self, pieces, sizes, state) as meeting:
                 for part in meeting.pieces:
                     part.call()
-            if in_turn and not self.together:
+            if not (self.of_ranks or self.together):  # chunks share what they have drawn of
                 left = state.taken()
                 for one in found:
                     one.written.update(left)
@@ -210,7 +217,7 @@ class _Parts(Meeting):
                 f"{self._trial.strategy}: training_step needs the rows of all micro-batches at once, which run one "
                 "after the other. Set num_microbatches=1."
             )
-        written = {} if self._trial.together else self._state.taken()
+        written = {} if self._trial.together else self._state.taken(draws=self._trial.of_ranks)
         answer = super().meet(part, where, value, combine)
         for one in written.values():
             one.put()
@@ -295,9 +302,9 @@ def _draws(module: nn.Module) -> bool:
     """Whether a layer may draw random numbers in training, or see other samples, and computes in evaluation alike."""
     if isinstance(module, nn.RNNBase):
         return module.dropout > 0
-    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+    if isinstance(module, _DRAWING):
         return True
-    return not any(True for _ in module.children())
+    return not (type(module).__module__.startswith("torch.") or any(True for _ in module.children()))
 
 
 def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:

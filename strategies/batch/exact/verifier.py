@@ -39,7 +39,7 @@ from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
 from ..results import ResultStructure, combine
-from ..run_structures import num_evaluated, parts_are_equal
+from ..run_structures import equal_parts, num_evaluated
 from ..samples import FewSamples, chunk
 from ..structure import BatchStructure
 from ..tree import walk
@@ -138,7 +138,7 @@ class Verifier:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._samples, self._cuts = samples, list[tuple[int, ...]]()
+        self._samples, self._cuts, self._equal = samples, list[tuple[int, ...]](), list[int]()
         self._most, self._lists = MOST_SAMPLES, EvaluationLists() if self._trains else strategy.structures.lists
 
     def verify(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
@@ -172,7 +172,11 @@ class Verifier:
                 why = str(exc) if isinstance(exc, Cannot) else f"{trial.step} fails on a few samples ({_said(exc)})"
                 compared = "training" if self._trains else trial.step
                 line = f"{self._name}: {compared} could not be compared with one device's: {why}."
-                verdict.told.append((line, False))
+                is_late = self._trains and views.ranks and batch is not None and not trial.together
+                if self._global_view == "auto" and not (is_late or isinstance(exc, Cannot)):
+                    verdict.refusal = line  # whole batches are right in any case
+                else:
+                    verdict.told.append((line, False))
         if fewer:  # now that the error holds no graphs
             self._most, self._samples = self._most // 2, None
             return self.verify(batch, views, rest)
@@ -202,7 +206,9 @@ class Verifier:
             is_late = self._trains and self._trial.together  # for whole batches
             raise Cannot("it isn't known what a part of its batches is") if is_late else samples.unclear
         if views.ranks:
-            yield True, total, lambda i, j: samples.batch(i, j, device)
+            self._equal = equal_parts(self._loop)
+            of_ranks = min(total, 6) if 3 in self._equal else total
+            yield True, of_ranks, lambda i, j: samples.batch(i, j, device)
         if views.chunks:
             whole = samples.batch(0, total, device)
             yield False, total, lambda i, j: chunk(split, whole, i, j, total)
@@ -213,8 +219,9 @@ class Verifier:
         (whole,) = self._trial.run(piece, 0, total)
         cuts = [(0, (total + 1) // 2, total - 1, total), (0, round(total * 5 / 8), total), (*range(0, total, 2), total)]
         cuts = cuts[: 3 if total > 2 else 1]
-        if of_ranks and total % 2 == 0 and parts_are_equal(self._loop):
-            cuts = [(0, total // 2, total), *([] if total % 4 else [tuple(range(0, total + 1, total // 4))])]
+        if of_ranks and total % 2 == 0 and self._equal:
+            fitting = [size for size in self._equal if total % size == 0 and size < total] or [total // 2]
+            cuts = [tuple(range(0, total + 1, size)) for size in fitting]
         while True:
             places, *self._cuts = cuts
             try:
@@ -409,7 +416,8 @@ class Verifier:
         if not differing:
             return last, "the loss has no counterpart in each part"
         difference, name = min(differing)
-        by = "is not a number" if difference == float("inf") else f"differs from one device's by {difference:.1%}"
+        much = f"{difference:.1%}" if difference >= 0.001 else f"{difference:.1e}"
+        by = "is not a number" if difference == float("inf") else f"differs from one device's by {much}"
         return last, f"{name} {by}"
 
     def _differs(
@@ -468,6 +476,8 @@ class Verifier:
 
         Of the rest, replicas and micro-batches keep what one of them has left, which is told; and so of evaluations.
         """
+        if self._in_turn and self._trains and not self._trial.of_ranks:
+            steps = self._moved(steps, piece)
         written = {name: [step.written.get(name) for step in steps] for step in steps for name in step.written}
         parameters = dict(self._module.named_parameters())
         in_turn = [name for name in sorted(written) if name in parameters] if self._in_turn and self._trains else []
@@ -476,10 +486,11 @@ class Verifier:
             for name, (first, *others) in sorted(written.items())
             if any(first is None or one is None or unlike(first.contents, one.contents) for one in others)
         ]
-        lost = [name for name in found if not any(one and type(one.value) is list for one in written[name])]
+        left = {name: [one and _without_lists(one.contents) for one in written[name]] for name in found}
+        lost = [name for name, (first, *others) in left.items() if any(unlike(first, one) for one in others)]
         saved = [name for name in found if self._trains and any(one and one.is_saved for one in written[name])]
         asks = bool(found) and not (in_turn or saved or (self._trial.of_ranks and not self._trains))
-        read = found[:1] if asks and self._reads(steps, piece, lost) else []
+        read = [*lost, *found][:1] if asks and self._reads(steps, piece, lost) else []
         for name in [*in_turn, *saved, *read][:1]:
             instead = "num_microbatches=1" if in_turn else f"{self._option} to keep a part's"
             repeats = self._in_turn and not self._trial.of_ranks
@@ -495,22 +506,42 @@ class Verifier:
             )
             verdict.told.append((line, False))
 
+    def _moved(self, steps: Sequence[Ran], piece: MakesBatch) -> Sequence[Ran]:
+        """Run the steps from other buffers where they write any: an estimate that has converged moves again."""
+        saved = [one for one in steps[0].written.values() if one.is_saved and not isinstance(one.value, nn.Parameter)]
+        noise = torch.Generator().manual_seed(0)
+        others = [
+            replace(one, contents=one.contents * (1 + torch.rand(one.value.shape, generator=noise).to(one.value)))
+            for one in saved
+            if one.value.is_floating_point()
+        ]
+        if not others:
+            return steps
+        whole, *parts = steps
+        ends = itertools.accumulate((part.num for part in parts), initial=0)
+        (again,) = self._trial.run(piece, 0, whole.num, given=others)
+        return [again, *self._trial.run(piece, *ends, given=others)]
+
     def _reads(self, steps: Sequence[Ran], piece: MakesBatch, names: Sequence[str]) -> bool:
-        """Whether a step computes otherwise with what one of some steps has left in the module than with another's.
+        """Whether the next two steps compute otherwise with what one of some steps has left than with another's.
 
         Ranks, and chunks in turn, keep what they have left; other chunks don't, so that what they leave counts as well.
         """
         keeps, found = self._trial.of_ranks or self._in_turn, list[tuple[list[Tensor], list[Any]]]()
         for step in steps:
+            gradients, left, again = list[Tensor](), list[Any](), step
             try:
-                (again,) = self._trial.run(piece, 0, steps[0].num, given=list(step.written.values()))
+                for _ in range(2):
+                    (again,) = self._trial.run(piece, 0, steps[0].num, given=list(again.written.values()))
+                    weights = [1.0] * len(again.losses)
+                    gradients += self._gradients(again.losses, weights, _small_parameters(self._module))
+                    kept = map(again.written.get, () if keeps else names)
+                    left += [one and _without_lists(one.contents) for one in kept]
             except Exception:  # noqa: BLE001  # a state of other samples doesn't fit these
                 if found and not keeps:
                     return True
                 continue
-            gradients = self._gradients(again.losses, [1.0] * len(again.losses), _small_parameters(self._module))
-            left = () if keeps else (again.written.get(name) for name in names)
-            found.append((gradients, [one and one.contents for one in left]))
+            found.append((gradients, left))
         return any(
             max(_differences(found[0][0], other)) > 1e-6 or unlike(found[0][1], left) for other, left in found[1:]
         )
@@ -525,6 +556,13 @@ class Verifier:
             for parameter, gradient, is_trained in before:
                 parameter.grad = gradient
                 parameter.requires_grad_(is_trained)
+
+
+def _without_lists(value: Any) -> Any:
+    """A value without the lists in it, whose elements parts append, and with the keys of dictionaries in one order."""
+    if isinstance(value, dict):
+        return {key: _without_lists(value[key]) for key in sorted(value, key=str)}
+    return None if type(value) is list else tuple(map(_without_lists, value)) if type(value) is tuple else value
 
 
 def _said(error: Exception) -> str:
@@ -628,7 +666,8 @@ def verified(
         verdict, earlier = verifier.verify(args[0], views, args[1:]), _earlier.setdefault(strategy.lightning_module, {})
         if verdict.failed:  # its parameters may be shards by now
             verdict = earlier.get(strategy.strategy_name, verdict)
-        earlier[strategy.strategy_name] = verdict
+        else:
+            earlier[strategy.strategy_name] = verdict
     found: Verdict = share(verdict)
     return found if found.failed and again else _told(found, is_first, verifies or not found.plans)
 

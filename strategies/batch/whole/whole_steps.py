@@ -65,7 +65,7 @@ class WholeSteps:
 
 def tell_whole(strategy: str, why: PartsDiffer, what: str) -> None:
     """Say in one line why steps get whole batches, and what that means."""
-    reason = str(why).partition(". ")[0]
+    reason = str(why).partition(". ")[0].removesuffix(".")
     named = reason if reason.startswith(f"{strategy}: ") else f"{strategy}: {reason}"
     faster = "; evener.over_batch(fn) is faster" if "evener.over_batch(fn)" in str(why) else ""
     rank_zero_info(f"{named}. So {what}{faster}.")
