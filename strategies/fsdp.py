@@ -57,7 +57,7 @@ class FSDPStrategy(RankStrategy):
         start_method: as in `DDPStrategy`.
         recompute: as in `DDPStrategy`.
         verify: as in `DDPStrategy`; before the module is cut; of layers of `configure_model` the loss is compared,
-            in the first step.
+            once they are cut.
         gather_lists_mb: as in `RankStrategy`.
         global_view: as in `DDPStrategy`.
 

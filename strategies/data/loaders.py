@@ -49,7 +49,8 @@ class RankLoaders:
         in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
         num_together: ranks among which a global batch is computed, where each of them reads all of it.
-        is_whole: whether the first rank takes the batches of such loaders whole, see `RankBatches`.
+        is_whole: whether the first rank takes the batches of loaders of a role whole, see `RankBatches`; as far as is
+            known, unless it looks at the step.
     """
 
     strategy: str
@@ -64,7 +65,7 @@ class RankLoaders:
     in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
     num_together: int = 0
-    is_whole: Callable[[LoaderRole], bool | None] = lambda role: False if role == "evaluate" else None
+    is_whole: Callable[[LoaderRole, bool], bool | None] = lambda role, _: False if role == "evaluate" else None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make the loader of this rank's batches from the user's, which is not changed.
@@ -95,7 +96,7 @@ class RankLoaders:
             cut = self._divide(role)
         else:
             cut = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
-        is_whole = partial(self.is_whole, role) if role == "evaluate" else None
+        is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
         return self._cut(loader, cut, self._joins(role), is_whole)
 
     def tell(self, combined: CombinedLoader | None) -> None:
@@ -163,7 +164,7 @@ class RankLoaders:
         joins = self._joins(role)
         if self.batch_size_is == "global":
             ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
-            is_whole = partial(self.is_whole, role)
+            is_whole = partial(self.is_whole, role, True)
             return Divided(loader, self.strategy, *ranks, is_whole, structure=self.structure_of(loader))
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
         return self._lockstep(loader) if joins else loader

@@ -155,7 +155,7 @@ class Agreement:
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Compare a whole tensor, too, of which this rank keeps a part."""
-        if (self._num_due or self._handles) and not isinstance(tensor, DTensor):
+        if (self._num_due or self._handles) and not isinstance(tensor, DTensor) and tensor.is_floating_point():
             self._written.append(Digest.of(name, tensor))
 
     def verify(self, module: nn.Module) -> None:

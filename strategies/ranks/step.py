@@ -32,7 +32,7 @@ from ..core.loop_contract import StepContract
 from ..core.module_checks import is_plain
 from ..core.module_state import untraced_step
 from ..core.patching import Replacement, replaced
-from ..core.rng import random_state, set_random_state
+from ..core.rng import random_state, set_random_state, swapped_random_state
 from ..core.types import Batch
 from ..data.loaders import LoaderRole, goes_whole, positions
 from ..data.shares import RankShares, verify_side_by_side
@@ -251,31 +251,61 @@ class RankStep(StepContract):
         """Whether parameters are cut, or without values before they are: all ranks compare steps, in the first one."""
         return self._strategy.sync.evaluates_together and not all(map(is_plain, self._module.parameters()))
 
-    def verify_early(self, again: bool = False) -> None:
+    def verify_early(self, again: Collection[bool]) -> None:
         """Find out by what losses divide before the module is cut over the ranks, or wrapped.
 
-        If it can't be compared yet it is tried `again` in the first step.
+        If it can't be compared yet it is tried `again`, see `verified`.
         """
         if not (self._is_verified or self._was_early):
             self._was_early = True
-            loop, before = self._trainer.fit_loop, random_state()
+            loop, self._before = self._trainer.fit_loop, random_state()
             loop.setup_data()
             if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
-                set_random_state(before)
+                set_random_state(self._before)
             verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
             combined = loop._combined_loader
             if not self._is_verified and self._strategy.sync.evaluates_together and combined is not None:
                 for loader in combined.flattened:  # in the first step it is too late
                     if (look_ahead := getattr(loader, "look_ahead", None)) is not None:
                         look_ahead()
-                if self.compares_together:
-                    with suppress(Exception):  # samples can't be chosen
-                        self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
+                self._choose_samples()
             if not self._is_verified:  # of a stream that was read
                 self._verify((), again)
 
+    def _choose_samples(self) -> None:
+        """Choose the samples that all ranks compute together, if they do."""
+        if self.compares_together and self._samples is None:
+            with suppress(Exception):  # samples can't be chosen
+                loop = self._trainer.fit_loop
+                self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
+
+    def begin_training(self) -> None:
+        """Compare steps of training once the first epoch's hooks have run, if that could not be done before them."""
+        loop: Any = self._trainer.fit_loop
+
+        def begin(call_hooks: Callable[[], Any]) -> None:
+            starts.remove()
+            call_hooks()
+            sources = (getattr(one, "rank_batches", one) for one in loop._combined_loader.flattened)
+            can_be_whole = all(getattr(one, "is_whole", None) for one in sources)
+            if self._is_verified or loop.epoch_loop.batch_progress.current.ready or not can_be_whole:
+                return  # until the first step, which refuses a module that needs whole batches
+            self._choose_samples()
+            self._settle("training_step", None, self._verify_again)
+            if "training_step" in self.whole.names:  # the first batches were perhaps read in parts
+                with swapped_random_state(self._before):
+                    iter(loop._data_fetcher)
+
+        if not self._is_verified and self._strategy.world_size > 1:
+            starts = Replacement(loop, "on_advance_start", begin)
+
+    def _verify_again(self, views: Views) -> None:
+        together = self.compares_together
+        verify = partial(self._verify, (), (False,), views, together)  # else whole batches are right in any case
+        self._strategy.sync.evaluate(verify) if together else verify()
+
     def _verify(
-        self, args: Sequence[Any], again: bool = False, views: Views | None = None, together: bool = False
+        self, args: Sequence[Any], again: Collection[bool] = (), views: Views | None = None, together: bool = False
     ) -> None:
         """Find out by what losses divide, on rank 0 for all: in the first step, or before with no `args`."""
         strategy = self._strategy
@@ -289,7 +319,7 @@ class RankStep(StepContract):
             samples=self._samples,
         )  # fmt: skip
         self.uneven, self.outside = found.uneven, found.outside
-        if found.failed and again:
+        if found.waits(again):
             self._is_verified = False
             return
         self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
@@ -354,12 +384,12 @@ class RankStep(StepContract):
 
         starts = Replacement(loop, "_on_evaluation_epoch_start", begin)
 
-    def is_whole(self, role: LoaderRole) -> bool | None:
+    def is_whole(self, role: LoaderRole, looks: bool = True) -> bool | None:
         """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
         trainer = self._strategy.trainer
         if role == "train":
-            if not self._is_verified and self._strategy.world_size > 1 and not self.compares_together:
-                self._settle("training_step", None, partial(self._verify, (), True))
+            if looks and not self._is_verified and self._strategy.world_size > 1 and not self.compares_together:
+                self._settle("training_step", None, partial(self._verify, (), (True, False)))
             return "training_step" in self.whole.names or None
         predicts = role == "predict"
         step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
@@ -393,6 +423,8 @@ class RankStep(StepContract):
                 find(views)
             except PartsDiffer as exc:
                 (strategy.whole_steps if exc.in_chunks or not views.ranks else self.whole).take(step, exc)
+                if exc.unused:
+                    strategy.sync.expect_unused()
                 if exc.plans and trains and weighs_in_loop(self._trainer):
                     self.reader.take(exc.plans[0], self._module)
             else:

@@ -379,8 +379,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Have steps see whole batches, where the module trains otherwise in parts of them; before it is wrapped."""
         before = random_state()
         try:
-            again = not self.sync.evaluates_together or self.contract.compares_together
-            self.contract.verify_early(again)
+            # once it is cut all ranks compute a step, which shows nothing of one that calls torch.distributed
+            both = not self.sync.evaluates_together or self.contract.compares_together
+            self.contract.verify_early((True, False) if both else (True,))
         except PartsDiffer as exc:
             if self.whole_sync is None:
                 raise
@@ -511,6 +512,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             deciders = deciding_alike(callbacks_of(self.trainer), schedulers, self.contract.agree)
             self._deciders.enter_context(deciders)
         self.layout.weights_changed()
+        self.contract.begin_training()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self._read_as, self.process_devices)

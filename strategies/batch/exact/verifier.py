@@ -14,7 +14,7 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Verdict:
         told: lines for the log, and whether they are warnings.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
-        failed: whether nothing could be compared.
+        failed: whether nothing could be compared; as the step has `raised` an error, perhaps.
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
@@ -84,9 +84,14 @@ class Verdict:
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
     failed: bool = False
+    raised: bool = False
     in_chunks: bool = False
     uneven: set[str] = field(default_factory=set[str])
     outside: set[str] = field(default_factory=set[str])
+
+    def waits(self, again: Collection[bool]) -> bool:
+        """Whether to compare later, see `verified`."""
+        return self.failed and self.raised in again
 
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -167,6 +172,7 @@ class Verifier:
         except Exception as exc:  # arbitrary code, on samples of its own
             if self._trains and isinstance(exc, ConfigError):
                 raise
+            verdict.raised = not isinstance(exc, Cannot)
             verdict.failed, fewer = True, self._most > 2 and is_out_of_memory(exc)
             if not fewer:
                 why = str(exc) if isinstance(exc, Cannot) else f"{trial.step} fails on a few samples ({_said(exc)})"
@@ -638,7 +644,7 @@ def _differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[fl
 def verified(
     strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
-    again: bool = False, together: bool = False, samples: FewSamples | None = None,
+    again: Collection[bool] = (), together: bool = False, samples: FewSamples | None = None,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
 
@@ -649,7 +655,7 @@ def verified(
         share: gives all ranks what the first has found.
         is_first: whether this is the first rank.
         structure: cuts batches, of accumulated ones; None for the strategy's.
-        again: whether a module that can't be compared yet will be tried again.
+        again: whether its step has raised an error, or not, where a module that can't be compared will be tried again.
         together: whether all ranks compute each step, and each of them finds the same.
         samples: see `Verifier`.
 
@@ -669,7 +675,7 @@ def verified(
         else:
             earlier[strategy.strategy_name] = verdict
     found: Verdict = share(verdict)
-    return found if found.failed and again else _told(found, is_first, verifies or not found.plans)
+    return found if found.waits(again) else _told(found, is_first, verifies or not found.plans)
 
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
