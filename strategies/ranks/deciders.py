@@ -18,9 +18,12 @@ from ..core.patching import Replacement, replaced
 
 @contextmanager
 def deciding_alike(
-    callbacks: Iterable[Callback], schedulers: Iterable[object], agree: Callable[[Any], Any]
+    callbacks: Iterable[Callback],
+    schedulers: Iterable[object],
+    agree: Callable[[Any], Any],
+    whole_loss: Callable[[Any], Any],
 ) -> Generator[None]:
-    """Give those among callbacks and schedulers that decide by a number what all ranks `agree` on."""
+    """Give those among callbacks and schedulers that decide by a number what ranks `agree` on, or a loss's whole."""
     shared, own = {id(scheduler) for scheduler in schedulers}, ReduceLROnPlateau.step
 
     def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +31,7 @@ def deciding_alike(
 
     def judge(own: Callable[..., None], trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        own(trainer, module, outputs if loss is None else agree(loss), *rest)
+        own(trainer, module, outputs if loss is None else whole_loss(loss), *rest)
 
     # of the class: what a scheduler has of its own goes into checkpoints
     with ExitStack() as stack, replaced(ReduceLROnPlateau, "step", step):

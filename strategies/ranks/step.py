@@ -456,7 +456,12 @@ class RankStep(StepContract):
 
     def agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What an optimizer gets as its closure: where it decides by the loss, one of the global batch's loss."""
-        return (lambda: self.agree(closure())) if isinstance(optimizer, LBFGS) else closure
+        return (lambda: self.whole_loss(closure())) if isinstance(optimizer, LBFGS) else closure
+
+    def whole_loss(self, loss: Any) -> Any:
+        """The loss of the global batch, of which each rank has its own; every rank must call it."""
+        whole = self.reader.whole
+        return self.agree(loss) if whole is None or loss is None else torch.full_like(loss.detach(), float(whole))
 
     def agree(self, value: Any) -> Any:
         """What the global batch has, of a number of each rank: their mean by what the ranks' losses count.

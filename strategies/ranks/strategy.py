@@ -509,7 +509,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._deciders.close()
         if self.world_size > 1:
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            deciders = deciding_alike(callbacks_of(self.trainer), schedulers, self.contract.agree)
+            deciders = deciding_alike(
+                callbacks_of(self.trainer), schedulers, self.contract.agree, self.contract.whole_loss
+            )
             self._deciders.enter_context(deciders)
         self.layout.weights_changed()
         self.contract.begin_training()

@@ -205,6 +205,9 @@ FOUND: dict[str, tuple[Spread, Case]] = {
     "what a loss divides by was looked for in the module's own precision, where its step failed": (
         FSDP, of(precision="64-true", returns=Returns(train="sum"), dtype="float32")
     ),
+    "an optimizer that searches along a line got the mean of the ranks' losses, which add up": (
+        DDP, of(returns=Returns(train="sum"), optimization=Optimization(optimizer="lbfgs_wolfe"))
+    ),
 }  # fmt: skip
 
 

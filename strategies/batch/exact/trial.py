@@ -163,6 +163,8 @@ class Trial:
             here().weight, here().output, here().appended = weight_in(output), output, lists.added
             loss = output.get("loss") if isinstance(output, dict) else output
             if trains and module.automatic_optimization and isinstance(loss, Tensor):
+                if loss.numel() != 1:  # which is refused by name
+                    raise Cannot(f"training_step returned a loss of shape {tuple(loss.shape)}")
                 here().tape.log(RETURNED, loss)
                 backward(loss)
             if not (self.together or in_turn):
