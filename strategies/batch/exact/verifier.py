@@ -179,7 +179,7 @@ class Verifier:
                 compared = "training" if self._trains else trial.step
                 line = f"{self._name}: {compared} could not be compared with one device's: {why}."
                 is_late = self._trains and views.ranks and batch is not None and not trial.together
-                if self._global_view == "auto" and not (is_late or isinstance(exc, Cannot)):
+                if self._global_view == "auto" and not (is_late or isinstance(exc, Cannot) or is_out_of_memory(exc)):
                     verdict.refusal = line  # whole batches are right in any case
                 else:
                     verdict.told.append((line, False))
