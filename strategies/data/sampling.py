@@ -213,7 +213,7 @@ class RankBatches(Sampler[Any]):
             now.shares.append(share)
             if share.num:
                 now.positions.append(step * self.num_ranks + rank)
-            yield first, parts[rank] if share.num else _stand_in(parts)
+            yield first, parts[rank] if share.num else _stand_in(parts, bool(is_whole))
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""
@@ -237,12 +237,16 @@ class RankBatches(Sampler[Any]):
             set_epoch(epoch)
 
 
-def _stand_in(parts: list[Unit]) -> Unit:
-    """Take samples of other ranks for a zero-weight batch: two if possible, because BatchNorm can't train on one."""
+def _stand_in(parts: list[Unit], is_whole: bool) -> Unit:
+    """Take samples of other ranks for a zero-weight batch: two if possible, because BatchNorm can't train on one.
+
+    All are taken where steps get whole batches, perhaps since they take no others.
+    """
     taken = [part for part in parts if num_samples(part)]
     if not isinstance(taken[0], (list, tuple)):
         return taken[0]
-    return [index for part in taken for index in part][:2]
+    indices = [index for part in taken for index in part]
+    return indices if is_whole else indices[:2]
 
 
 def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Unit]:

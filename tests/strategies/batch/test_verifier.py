@@ -389,8 +389,8 @@ def _rows_of_ranks(kind: type[Net], batch_size: int) -> Tensor:
     return two_epochs(kind, DDPStrategy(batch_size_is="global"), 2, batch_size)[0]
 
 
-@pytest.mark.parametrize(("kind", "batch_size"), [(RowPairs, 6), (Draws, 7)])
-def test_ranks_with_parts_of_an_odd_number_of_rows_train_as_one_device(kind: type[Net], batch_size: int) -> None:
+@pytest.mark.parametrize(("kind", "batch_size"), [(RowPairs, 6), (Draws, 7), (Episodes, 7)])
+def test_ranks_with_other_parts_than_a_few_samples_have_train_as_one_device(kind: type[Net], batch_size: int) -> None:
     expected, _ = two_epochs(kind, SingleDeviceStrategy(), 1, batch_size)
     for found in run_ranks(_rows_of_ranks, 2, kind, batch_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
