@@ -29,7 +29,7 @@ class LossReader:
     Attributes:
         plan: of the loss that a step returns.
         parts: of the step in hand.
-        whole: the loss of the global batch, where it is no mean of those of parts; None where it is.
+        merged: the leaves of the global batch's loss, where it is no mean of those of parts.
         counts: whether this process has samples of the batch.
         num_whole: samples of the global batch; None if all of them are here.
         values: how logged values follow from those of parts.
@@ -40,7 +40,7 @@ class LossReader:
         self._strategy = strategy
         self.plan = OF_SAMPLES
         self.parts: list[Part] = []
-        self.whole: Tensor | None = None
+        self.merged: list[Tensor] | None = None
         self.counts = True
         self.num_whole: float | None = None
         self.values = Values()
@@ -60,7 +60,7 @@ class LossReader:
 
     def begin_step(self, counts: bool = True, num_whole: float | None = None) -> None:
         """Begin a step on another batch."""
-        self.counts, self.num_whole, self.whole = counts, num_whole, None
+        self.counts, self.num_whole, self.merged = counts, num_whole, None
         if self.parts:
             self.parts = []
 
@@ -92,6 +92,11 @@ class LossReader:
             return output
         return {**(output if isinstance(output, dict) else {}), "loss": loss, FOUND: part.weight}
 
+    @property
+    def whole(self) -> Tensor | None:
+        """The loss of the global batch, where it is no mean of those of parts; None where it is."""
+        return None if self.merged is None or self.plan.program is None else self.plan.program.value(self.merged)
+
     def scale(self) -> None:
         """Put the batch's gradients in the place of parts', before these go backward; all ranks call it."""
         program = self.plan.program
@@ -103,7 +108,7 @@ class LossReader:
         if self.sum_over_ranks is not None:
             packed = torch.cat([row.to(precise_dtype(row.device)) for row in merged])
             merged = list(self.sum_over_ranks(packed).split(program.sizes))
-        self.whole = program.value(merged)
+        self.merged = merged
         whole = self.num_whole or sum(part.num for part in self.parts)
         for part in self.parts:
             part.scale(merged, part.num / whole)
