@@ -66,7 +66,7 @@ class ModuleState(Kept):
     def taken(self, draws: bool = True) -> dict[str, Written]:
         """Undo what has been written since, and return it; `draws` has generators undo what they have drawn, too."""
         found = {name: one for name, one in _values(self._module) if self._differs(name, one.value)}
-        kinds = (_GENERATORS, ())[draws]
+        kinds = () if draws else _GENERATORS
         written = {
             name: replace(one, contents=_contents(one.value))
             for name, one in found.items()

@@ -529,24 +529,21 @@ class Verifier:
         return [again, *self._trial.run(piece, *ends, given=others)]
 
     def _reads(self, steps: Sequence[Ran], piece: MakesBatch, names: Sequence[str]) -> bool:
-        """Whether the next two steps compute otherwise with what one of some steps has left than with another's.
+        """Whether the next step computes otherwise with what one of some steps has left than with another's.
 
         Ranks, and chunks in turn, keep what they have left; other chunks don't, so that what they leave counts as well.
         """
         keeps, found = self._trial.of_ranks or self._in_turn, list[tuple[list[Tensor], list[Any]]]()
         for step in steps:
-            gradients, left, again = list[Tensor](), list[Any](), step
             try:
-                for _ in range(2):
-                    (again,) = self._trial.run(piece, 0, steps[0].num, given=list(again.written.values()))
-                    weights = [1.0] * len(again.losses)
-                    gradients += self._gradients(again.losses, weights, _small_parameters(self._module))
-                    kept = map(again.written.get, () if keeps else names)
-                    left += [one and _without_lists(one.contents) for one in kept]
+                (again,) = self._trial.run(piece, 0, steps[0].num, given=list(step.written.values()))
             except Exception:  # noqa: BLE001  # a state of other samples doesn't fit these
                 if found and not keeps:
                     return True
                 continue
+            gradients = self._gradients(again.losses, [1.0] * len(again.losses), _small_parameters(self._module))
+            kept = map(again.written.get, () if keeps else names)
+            left = [one and _without_lists(one.contents) for one in kept]
             found.append((gradients, left))
         return any(
             max(_differences(found[0][0], other)) > 1e-6 or unlike(found[0][1], left) for other, left in found[1:]
