@@ -3,8 +3,9 @@
 Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import length_hint
 from typing import Any, TypeAlias
 
@@ -22,38 +23,43 @@ from ...strategies.batch.structure import num_samples
 from ...strategies.core.patching import replaced
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
-from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
-from ._memory_tracker import MemoryTracker
-from ._topology import Shards, StageMemory, Topology, sharded
+from ._memory_tracker import MemoryTracker, key_of
+from ._topology import StageMemory, Topology, sharded
 
 Questions: TypeAlias = Generator[int, list[StageMemory], Any]
 """A generator that yields numbers of samples, is sent the memory of such a step per stage, and returns its result."""
 
 
 class SimulatedStages(Stages):
-    """Stages without devices: modules stay in place, and tensors that pass from stage to stage are copied."""
+    """Stages of fake tensors, each with a device of its own: `cpu:1` is one that no machine has.
 
-    def __init__(self, tracker: MemoryTracker, options: StageOptions) -> None:
-        super().__init__([torch.device("cpu")] * len(tracker.live), options)
-        self.tracker = tracker
+    The stage where the batch and the loss are has the plain CPU, as tensors that are made without a device.
+    """
+
+    def __init__(self, num_stages: int, options: StageOptions, fake: FakeTensorMode) -> None:
+        super().__init__([torch.device("cpu", stage) for stage in range(num_stages)], options)
+        self._fake = fake
 
     @override
     def place(self, module: pl.LightningModule) -> None:
-        if self.options.partition == "manual":
-            raise ConfigError(
-                "mode=plan does not support partition=manual, where the module moves its layers itself. Use "
-                "mode=compare, which measures, or strategy.partition=auto."
-            )
+        """Replace every parameter and buffer with a fake tensor on its stage's device; tied ones stay tied."""
         self.plan = self._make_plan(module)
-        self.tracker.home = self.meeting_stage
+        self.devices[self.meeting_stage] = torch.device("cpu")
+        fakes: dict[int, Tensor] = {}
+        for _, tensor, stage in self.tensors(module):
+            fake = self._fake.from_tensor(tensor.detach()).to(self.devices[stage])
+            is_leaf = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_leaf else fake
+        for part in module.modules():
+            for store in (part._parameters, part._buffers):
+                tensors: dict[str, Any] = store
+                tensors.update({name: fakes[id(one)] for name, one in tensors.items() if one is not None})
+        module._device = self.meeting_device
         self._add_hooks(module)
-
-    @override
-    def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        return [t if self.tracker.stage_of(t) == stage else self.tracker.copied(t, stage) for t in tensors]
+        self.begin()
 
 
 class Finished(Exception):
@@ -69,34 +75,20 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     Args:
         ask: creates the questions from the number of samples of the loader's batch.
-        topology: how the strategy spreads the module.
-        options: how the module is cut; no effect with one stage.
-        recompute: parts whose activations are recomputed.
-        shards_of: how ranks share the parameters of the module; None if each holds them all.
+        topology: how the planned strategy spreads the module.
         on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
     strategy_name = "simulated"
 
-    def __init__(
-        self,
-        ask: Callable[[int], Questions],
-        topology: Topology,
-        options: StageOptions | None,
-        recompute: RecomputeOption,
-        shards_of: Callable[[nn.Module], Shards] | None,
-        on_accelerator: bool,
-    ) -> None:
-        super().__init__(recompute=recompute)
-        self._shards_of, self._num_owners = shards_of, topology.num_owners
-        self._shards: Shards | None = None
-        self._ask, self._samples = ask, 0
+    def __init__(self, ask: Callable[[int], Questions], topology: Topology, on_accelerator: bool) -> None:
+        super().__init__(recompute=topology.recompute)
+        self._ask, self._topology, self._foreach = ask, topology, on_accelerator
         self._questions: Questions | None = None
-        self._num_batches = 0
-        self.tracker = MemoryTracker(topology.num_stages, block_bytes=512 if on_accelerator else 1)
+        self._samples, self._num_batches = 0, 0
+        self.tracker = MemoryTracker(block_bytes=512 if on_accelerator else 1)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._stages = SimulatedStages(self.tracker, options or StageOptions())
-        self._foreach = on_accelerator
+        self._stages = SimulatedStages(topology.num_stages, topology.stages, self._fake)
         self._active = False
         self._first: Batch | None = None
         self._memory = [StageMemory() for _ in range(topology.num_stages)]
@@ -113,20 +105,17 @@ class SimulatedStrategy(SingleDeviceStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        make_fake(module, self._fake)
         self.recompute.install(module, self._stages.options.partition)
         self._stages.place(module)
-        if self._shards_of is None:
-            for _, tensor, stage in self._stages.tensors(module):
-                self.tracker.track(tensor, stage)
-            for stage, memory in enumerate(self._memory):
-                memory.parameters = self.tracker.live[stage]
+        if self._topology.shards is None:
+            for _, tensor, _ in self._stages.tensors(module):
+                self.tracker.track(tensor)
         else:
-            self._shards = self._shards_of(module)
-            self._memory[0].parameters = sum(self.tracker.size_of(parameter) for parameter in module.parameters())
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._reduced)
+        for memory, device in self._by_device():
+            memory.parameters = self.tracker.live[device]
         silence(module)
         super().setup_optimizers(trainer)
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -139,27 +128,30 @@ class SimulatedStrategy(SingleDeviceStrategy):
         assert parameter.grad is not None
         self.tracker.forget(parameter.grad)
 
+    def _by_device(self) -> Iterator[tuple[StageMemory, torch.device]]:
+        return zip(self._memory, self._stages.devices, strict=True)
+
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
         if self._first is None:
             self._first = apply_to_collection(batch, Tensor, self._fake.from_tensor, allow_frozen=True)
         self._answer()
-        before = list(self.tracker.live)
+        before = self.tracker.live.copy()
         batch = resized(self._first, num_samples(self._first) or 0, self._samples, self._fake)
-        apply_to_collection(batch, Tensor, self.tracker.track, self.tracker.home, allow_frozen=True)
-        for stage, memory in enumerate(self._memory):
-            memory.batch = self.tracker.live[stage] - before[stage]
+        apply_to_collection(batch, Tensor, self.tracker.track, allow_frozen=True)
+        for memory, place in self._by_device():
+            memory.batch = self.tracker.live[place] - before[place]
         return batch
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        before = list(self.tracker.live)
+        before = self.tracker.live.copy()
         self.tracker.start_peak()
         with self._simulating():
             output = super().training_step(*args, **kwargs)
-        for stage, memory in enumerate(self._memory):
-            memory.activations = max(memory.activations, self.tracker.live[stage] - before[stage])
-        self._note("forward_peak")
+        for memory, device in self._by_device():
+            memory.activations = max(memory.activations, self.tracker.live[device] - before[device])
+        self._note("forward")
         return output
 
     @override
@@ -167,19 +159,20 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self.tracker.start_peak()
         with self._simulating():
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._note("backward_peak")
+        self._note("backward")
         return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         with self._simulating():
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._note("update_peak")
+        self._note("update")
         return result
 
     @override
     def teardown(self) -> None:
         """Do not move the module: fake tensors can't be moved to the CPU."""
+        self._stages.remove()
 
     def _answer(self) -> None:
         """Answer the last question, if the batches of an optimizer step have passed, and hear the next one."""
@@ -199,37 +192,44 @@ class SimulatedStrategy(SingleDeviceStrategy):
 
     def _take(self) -> list[StageMemory]:
         """Return the memory of the last optimizer step per stage, and reset the counters."""
-        assert self.lightning_module is not None
-        gradients = [p.grad for p in self.lightning_module.parameters() if p.grad is not None]
+        module = self.lightning_module
+        assert module is not None
+        parameters = list(module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
         states = [value for o in self.optimizers for state in o.state.values() for value in state.values()]
-        taken = self._memory
-        whole = [memory.parameters for memory in taken]
-        for stage, memory in enumerate(taken):
-            memory.gradients = self._bytes(gradients, stage)
-            memory.optimizer = self._bytes(states, stage)
-            memory.owned = self._owned(stage)
-        if self._shards is not None:
-            taken[0].gradients = sum(self.tracker.size_of(gradient) for gradient in gradients)
-            taken[0] = sharded(taken[0], self._shards)
-        self._memory = [StageMemory(parameters=size, batch=m.batch) for size, m in zip(whole, taken, strict=True)]
+        taken: list[StageMemory] = []
+        for memory, device in self._by_device():
+            memory.gradients = self._bytes(gradients, device)
+            memory.optimizer = self._bytes(states, device)
+            memory.owned = self._owned(device)
+            held = memory.static + memory.batch
+            extras = (memory.forward - held, memory.backward - held, memory.update - held)
+            taken.append(replace(memory, forward=extras[0], backward=extras[1], update=extras[2]))
+        self._memory = [StageMemory(parameters=memory.parameters, batch=memory.batch) for memory in taken]
+        if self._topology.shards is not None:
+            whole, left = (sum(map(self.tracker.size_of, tensors)) for tensors in (parameters, gradients))
+            accumulates = module.trainer.accumulate_grad_batches > 1
+            held = replace(taken[0], parameters=whole, gradients=left)
+            taken[0] = sharded(held, module, self._topology, accumulates)
         return taken
 
-    def _owned(self, stage: int) -> tuple[int, ...]:
-        """Bytes of the optimizers' state on a stage, by the rank that keeps it."""
-        found = [0] * self._num_owners
+    def _owned(self, device: torch.device) -> tuple[int, ...]:
+        """Bytes of the optimizers' state on a device, by the rank that keeps it."""
+        found = [0] * self._topology.num_owners
         for optimizer in self.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for parameter, owner in zip(parameters, owners(parameters, self._num_owners), strict=True):
-                found[owner] += self._bytes(optimizer.state.get(parameter, {}).values(), stage)
+            for parameter, owner in zip(parameters, owners(parameters, self._topology.num_owners), strict=True):
+                found[owner] += self._bytes(optimizer.state.get(parameter, {}).values(), device)
         return tuple(found)
 
-    def _bytes(self, values: Iterable[Any], stage: int) -> int:
-        tensors = [value for value in values if isinstance(value, Tensor) and self.tracker.stage_of(value) == stage]
-        return sum(map(self.tracker.size_of, {t.untyped_storage()._cdata: t for t in tensors}.values()))
+    def _bytes(self, values: Iterable[Any], device: torch.device) -> int:
+        """Bytes of those of some values that are counted for a device, a storage once."""
+        tensors = [v for v in values if isinstance(v, Tensor) and v.device == device and self.tracker.counts(v)]
+        return sum(map(self.tracker.size_of, {key_of(tensor): tensor for tensor in tensors}.values()))
 
     def _note(self, name: str) -> None:
-        for stage, memory in enumerate(self._memory):
-            setattr(memory, name, max(getattr(memory, name), self.tracker.peak[stage]))
+        for memory, device in self._by_device():
+            setattr(memory, name, max(getattr(memory, name), self.tracker.peak[device]))
         self.tracker.start_peak()
 
     @contextmanager
@@ -239,17 +239,6 @@ class SimulatedStrategy(SingleDeviceStrategy):
             return
         with replaced(self, "_active", True), self._fake, self.tracker:
             yield
-
-
-def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace every parameter and buffer with a fake tensor; tied ones stay tied."""
-    fakes: dict[int, Tensor] = {}
-    for part in module.modules():
-        for store in (part._parameters, part._buffers):
-            tensors: dict[str, Any] = store
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fakes.setdefault(id(tensor), mode.from_tensor(tensor))
 
 
 def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:

@@ -16,10 +16,13 @@ from ...strategies.distributed.environment import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.pipeline.options import ScheduleName, StageOptions
+from ...strategies.pipeline.options import StageOptions
+from ...strategies.pipeline.recompute import RecomputeOption
+from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
-from ...strategies.registry import name_of
+from ...strategies.registry import name_of, recompute_of
 from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
+from ...strategies.sharding.sharded_module import ShardOptions
 from ..config.checks import plain
 
 
@@ -33,10 +36,11 @@ class Topology:
         is_per_rank: whether each rank reads its own batch.
         policy: how a batch is cut among replicas or ranks.
         buckets: number of gradient copies in DDP's buckets.
-        num_microbatches: number of micro-batches that a batch is cut into on stages.
-        schedule: order of the micro-batches.
+        stages: how the module is cut; no effect with one stage.
+        recompute: parts whose activations are recomputed.
         num_owners: number of ranks that share the optimizer's state.
         num_shards: number of ranks that share all of the module.
+        shards: how they share it; None if each rank holds the whole.
         workspace: bytes of each device that its libraries keep.
     """
 
@@ -48,15 +52,16 @@ class Topology:
     is_per_rank: bool = True
     policy: Policy = field(default_factory=Even)
     buckets: int = 0
-    num_microbatches: int = 1
-    schedule: ScheduleName = "1f1b"
+    stages: StageOptions = field(default_factory=StageOptions)
+    recompute: RecomputeOption = "never"
     num_owners: int = 1
     num_shards: int = 1
+    shards: ShardOptions | None = None
     workspace: int = 0
 
     def simulated(self, samples: int) -> int:
         """Samples of the step to simulate, for a copy of the module that has this many: those of a micro-batch."""
-        return -(-samples // self.num_microbatches)
+        return -(-samples // self.stages.num_microbatches)
 
     def samples(self, batch: int) -> list[int]:
         """Samples per copy of the module on the first node, for a batch of the loader."""
@@ -70,12 +75,20 @@ class Topology:
         return batch * self.num_ranks if self.is_per_rank and not self.is_replicated else batch
 
 
-def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topology:
+def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
     """Determine how a strategy that is not set up spreads its work, or refuse one that is not this project's."""
-    name = name_of(strategy)
+    name, num_devices = name_of(strategy), count_devices(cfg)
+    stages = getattr(strategy, "stage_options", None) or StageOptions()
+    if stages.partition == "manual":
+        raise ConfigError(
+            "mode=plan does not support partition=manual, where the module moves its layers itself. Use mode=compare, "
+            "which measures, or strategy.partition=auto."
+        )
+    workspace = workspace_bytes(cfg)
+    spread = Topology(name, num_devices, stages=stages, recompute=recompute_of(strategy), workspace=workspace)
     if isinstance(strategy, SingleDeviceStrategy):
         strategy.parallel_devices = [strategy.root_device] * num_devices
-        return Topology(name, 1)
+        return replace(spread, num_devices=1)
     if isinstance(strategy, DataParallelStrategy):
         if strategy.replica_options.submodule is not None or strategy.model_parallel_size > 1:
             option = "submodule" if strategy.model_parallel_size == 1 else "model_parallel_size"
@@ -83,27 +96,23 @@ def topology_of(strategy: Strategy, num_devices: int, num_nodes: int) -> Topolog
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
         policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)
-        return Topology(name, num_devices, is_replicated=True, policy=policy)
+        return replace(spread, is_replicated=True, policy=policy)
     if isinstance(strategy, ModelParallelStrategy):
-        cut = strategy.stage_options
-        return Topology(name, num_devices, num_devices, num_microbatches=cut.num_microbatches, schedule=cut.schedule)
+        return replace(spread, num_stages=num_devices)
     if not isinstance(strategy, RankStrategy):
         raise ConfigError(f"mode=plan does not support the strategy {name}. Choose one of this project's, such as ddp.")
-    if isinstance(strategy, FSDPStrategy) and strategy.shards.cpu_offload:
-        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
     num_stages = 1 if strategy.stage_options is None else strategy.devices_per_process
-    num_ranks = num_processes(num_devices, num_stages) * num_nodes
-    stages = strategy.stage_options or StageOptions()
-    spread = Topology(
-        name, num_devices, num_stages, num_ranks, is_per_rank=strategy.batch_size_is == "per_device",
-        policy=strategy.balance.policy, num_microbatches=stages.num_microbatches, schedule=stages.schedule,
-    )  # fmt: skip
+    num_ranks = num_processes(num_devices, num_stages) * int(cfg.num_nodes)
+    is_per_rank, policy = strategy.batch_size_is == "per_device", strategy.balance.policy
+    spread = replace(spread, num_stages=num_stages, num_ranks=num_ranks, is_per_rank=is_per_rank, policy=policy)
     if not isinstance(strategy, FSDPStrategy):
         buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
         return replace(spread, buckets=buckets, num_owners=num_ranks if strategy.shard_optimizer else 1)
+    if strategy.shards.cpu_offload:
+        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
     if num_ranks % strategy.shards.replicas:
         raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.shards.replicas} groups.")
-    return replace(spread, num_shards=num_ranks // strategy.shards.replicas)
+    return replace(spread, num_shards=num_ranks // strategy.shards.replicas, shards=strategy.shards)
 
 
 def count_devices(cfg: DictConfig) -> int:
@@ -152,8 +161,9 @@ class StageMemory:
 
     Args:
         activations: tensors that the training step saves for its backward pass.
-        forward_peak: largest number of bytes at one time during the training step, including all of the above.
-        backward_peak: the same during the backward pass.
+        forward: largest number of bytes at one time during the training step, beyond `static` and the batch.
+        backward: the same during the backward pass.
+        update: the same during the optimizer's update.
         gathered: parameters of other ranks that are gathered at one time.
         owned: bytes of the optimizer's state by the rank that keeps it, where ranks share it.
     """
@@ -163,9 +173,9 @@ class StageMemory:
     optimizer: int = 0
     batch: int = 0
     activations: int = 0
-    forward_peak: int = 0
-    backward_peak: int = 0
-    update_peak: int = 0
+    forward: int = 0
+    backward: int = 0
+    update: int = 0
     gathered: int = 0
     owned: tuple[int, ...] = ()
 
@@ -177,97 +187,54 @@ class StageMemory:
     @property
     def peak(self) -> int:
         """Largest number of bytes at one time."""
-        return max(self.forward_peak, self.backward_peak, self.update_peak)
-
-    @property
-    def update_extra(self) -> int:
-        """Temporaries of the optimizer's update."""
-        return max(0, self.update_peak - self.static - self.batch)
+        return self.static + self.batch + max(self.forward, self.backward, self.update)
 
     def without_samples(self) -> "StageMemory":
         """The memory of a device without samples, which only holds the module and its optimizer."""
-        peaks = dict.fromkeys(("forward_peak", "backward_peak"), self.static)
-        return replace(self, batch=0, activations=0, update_peak=self.static + self.update_extra, **peaks)
+        return replace(self, batch=0, activations=0, forward=0, backward=0)
 
     def of_replica(self) -> "StageMemory":
         """The memory of a replica beside the root: no optimizer, and its gradients are freed after each backward."""
-        forward = self.forward_peak - self.optimizer - self.gradients
-        return replace(
-            self, optimizer=0, forward_peak=forward, backward_peak=self.backward_peak - self.optimizer, update_peak=0
-        )
+        return replace(self, optimizer=0, forward=self.forward - self.gradients, update=self.backward)
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Bytes of a module whose parameters are cut over the ranks.
-
-    Args:
-        part: bytes per rank over bytes of the whole module; parameters are cut along their first dimension, and the
-            last rank's rows are padded.
-        root: bytes of parameters that are gathered for the whole step.
-        largest: bytes of the largest part that is gathered by itself.
-        gathered: bytes that are gathered between forward and backward.
-        accumulates: whether gradients of several batches are added up before they are cut.
-    """
-
-    part: float
-    root: int
-    largest: int
-    gathered: int
-    accumulates: bool = False
-
-    @classmethod
-    def of(cls, module: nn.Module, names: Sequence[str], num: int, keeps_parts: bool, accumulates: bool) -> "Shards":
-        """Compute the shards of a module, of which some parts are gathered one by one, and perhaps kept."""
-        sizes = {id(p): p.nbytes for p in module.parameters()}
-        cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())
-        taken: set[int] = set()
-        parts: list[int] = []
-        for name in names:
-            own = {id(p) for p in module.get_submodule(name).parameters()} - taken
-            taken |= own
-            parts.append(sum(sizes[key] for key in own))
-        whole = sum(sizes.values())
-        root = whole - sum(parts)
-        return cls(cut / max(whole, 1), root, max(parts, default=0), whole if keeps_parts else root, accumulates)
-
-
-def sharded(memory: StageMemory, shards: Shards) -> StageMemory:
+def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumulates: bool) -> StageMemory:
     """The memory of a rank that holds a shard of everything, of a step whose parameters and gradients were in no peak.
 
-    A part is gathered into a buffer, and from there into its parameters, while the buffer of the one before it is still
-    there; in backward the next part's buffer is there already, and two copies of the part's gradients.
+    Parameters are cut along their first dimension, and the last rank's rows are padded. Parts are gathered one by one:
+    into a buffer, and from there into a part's parameters, while the buffer of the one before it is still there; in
+    backward the next part's buffer is there already, and two copies of the part's gradients.
+
+    Args:
+        accumulates: whether gradients of several batches are added up before they are cut.
     """
-    parameters, gradients, optimizer = (
-        round(shards.part * size) for size in (memory.parameters, memory.gradients, memory.optimizer)
-    )
-    static = parameters + gradients + optimizer
-    other = static - memory.optimizer + shards.accumulates * memory.gradients
+    assert topology.shards is not None
+    num, sizes = topology.num_shards, {id(p): p.nbytes for p in module.parameters()}
+    cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())
+    whole = sum(sizes.values())
+    parts: list[int] = []
+    for name in part_names(module, topology.shards.shard):
+        parts.append(sum(sizes.pop(id(p), 0) for p in module.get_submodule(name).parameters()))
+    root, largest, part = whole - sum(parts), max(parts, default=0), cut / max(whole, 1)
+    gathered = (root if topology.shards.reshard_after_forward else whole) + 3 * largest
+    added_up, gradients = accumulates * memory.gradients, round(part * memory.gradients)
     return replace(
         memory,
-        parameters=parameters,
+        parameters=round(part * memory.parameters),
         gradients=gradients,
-        optimizer=optimizer,
-        gathered=shards.gathered + 3 * shards.largest,
-        forward_peak=memory.forward_peak + other - gradients + shards.gathered + 3 * shards.largest,
-        backward_peak=memory.backward_peak + other + shards.gathered + shards.root + 4 * shards.largest,
-        update_peak=round(static + memory.batch + shards.part * (memory.update_peak - memory.optimizer - memory.batch)),
+        optimizer=round(part * memory.optimizer),
+        gathered=gathered,
+        forward=memory.forward + added_up - gradients + gathered,
+        backward=memory.backward + added_up + gathered + root + largest,
+        update=round(part * memory.update),
     )
 
 
 def with_owner(memory: StageMemory, owner: int) -> StageMemory:
     """The memory of a rank that keeps the optimizer's state of its own parameters (`shard_optimizer`)."""
     own = memory.owned[owner]
-    others = memory.optimizer - own
-    fraction = own / max(memory.optimizer, 1)
-    extra = max(round(fraction * memory.update_extra), min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES))
-    return replace(
-        memory,
-        optimizer=own,
-        forward_peak=memory.forward_peak - others,
-        backward_peak=memory.backward_peak - others,
-        update_peak=memory.static + memory.batch - others + extra,
-    )
+    update = round(own / max(memory.optimizer, 1) * max(0, memory.update))
+    return replace(memory, optimizer=own, update=max(update, min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES)))
 
 
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
@@ -279,17 +246,15 @@ def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: i
     num_parts = -(-num_samples // samples)
     found: list[StageMemory] = []
     for stage, number in zip(memory, most, strict=True):
-        batch = round(stage.batch * num_samples / samples)
-        more = (number - 1) * stage.activations + batch - stage.batch
+        kept = (number - 1) * stage.activations
         collected = stage.gradients if number < num_parts else max(0, stage.gradients - stage.activations)
         found.append(
             replace(
                 stage,
-                batch=batch,
+                batch=round(stage.batch * num_samples / samples),
                 activations=number * stage.activations,
-                forward_peak=stage.forward_peak + more,
-                backward_peak=stage.backward_peak + more + collected,
-                update_peak=stage.update_peak + batch - stage.batch,
+                forward=stage.forward + kept,
+                backward=stage.backward + kept + collected,
             )
         )
     return found

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,8 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import LambdaCallback
-from pytorch_lightning.strategies import Strategy
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,26 +19,18 @@ from torch._subclasses.fake_tensor import (
 
 from ...strategies import ConfigError
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
-from ...strategies.fsdp import FSDPStrategy
-from ...strategies.model_parallel import ModelParallelStrategy
 from ...strategies.pipeline.schedule import most_in_flight
-from ...strategies.ranks.shard_sync import part_names
-from ...strategies.ranks.strategy import RankStrategy
-from ...strategies.registry import recompute_of
 from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, write_json
 from ._simulation import Finished, Questions, SimulatedStrategy
 from ._topology import (
-    Shards,
     StageMemory,
     Topology,
-    count_devices,
     in_flight,
     is_for_accelerator,
     topology_of,
     with_owner,
-    workspace_bytes,
 )
 
 GB = 10**9
@@ -115,20 +105,16 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     """
     limit = cfg.get("device_memory_gb")
     with run_log(cfg.run_dir):
-        strategy: Strategy = instantiate("strategy", cfg.strategy)
-        topology = topology_of(strategy, count_devices(cfg), int(cfg.num_nodes))
-        topology = replace(topology, workspace=workspace_bytes(cfg))
-        found = interview(cfg, strategy, topology, partial(Planner(topology).plan, device_bytes=limit and limit * GB))
+        topology = topology_of(instantiate("strategy", cfg.strategy), cfg)
+        found = interview(cfg, topology, partial(Planner(topology).plan, device_bytes=limit and limit * GB))
     write_json(found, Path(cfg.run_dir) / "plan.json")
     return found
 
 
-def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Callable[[int], Questions]) -> MemoryPlan:
+def interview(cfg: DictConfig, topology: Topology, ask: Callable[[int], Questions]) -> MemoryPlan:
     """Run a simulated training that answers questions, which depend on the samples of the loader's batch."""
-    options = strategy.stage_options if isinstance(strategy, (ModelParallelStrategy, RankStrategy)) else None
     pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
-    shards = shards_of(strategy, topology, cfg)
-    simulated = SimulatedStrategy(ask, topology, options, recompute_of(strategy), shards, is_for_accelerator(cfg))
+    simulated = SimulatedStrategy(ask, topology, is_for_accelerator(cfg))
     module, data = module_and_data(cfg)
     try:
         # messages about a simulated trainer, such as unused GPUs, would mislead
@@ -143,15 +129,6 @@ def interview(cfg: DictConfig, strategy: Strategy, topology: Topology, ask: Call
             "Use mode=compare, which measures."
         ) from exc
     raise AssertionError("the training ended before the questions were answered")
-
-
-def shards_of(strategy: Strategy, topology: Topology, cfg: DictConfig) -> Callable[[nn.Module], Shards] | None:
-    """What computes the shards of a module; None if every rank holds the whole."""
-    if not isinstance(strategy, FSDPStrategy):
-        return None
-    options, accumulates = strategy.shards, int(cfg.trainer.get("accumulate_grad_batches") or 1) > 1
-    keeps, num = not options.reshard_after_forward, topology.num_shards
-    return lambda module: Shards.of(module, part_names(module, options.shard), num, keeps, accumulates)
 
 
 def one_device(cfg: DictConfig) -> dict[str, Any]:
@@ -209,7 +186,7 @@ class Planner:
         topology, simulated = self.topology, self.topology.simulated(samples)
         if (num := -(-samples // simulated)) == 1:
             return self._known[simulated]
-        most = most_in_flight(topology.schedule, num, topology.num_stages)
+        most = most_in_flight(topology.stages.schedule, num, topology.num_stages)
         return in_flight(self._known[simulated], most, samples, simulated)
 
     def largest_batch(self, batch: int, device_bytes: float) -> Questions:

@@ -98,11 +98,11 @@ def kept_bytes(option: Any, module: nn.Module, x: Tensor) -> int:
     recompute.install(module)
     tracker = MemoryTracker()
     for tensor in (x, *module.parameters()):
-        tracker.track(tensor, 0)
-    before = tracker.live[0]
+        tracker.track(tensor)
+    before = tracker.live[x.device]
     with tracker:
         loss = module(x).sum()
-        kept = tracker.live[0] - before
+        kept = tracker.live[x.device] - before
         loss.backward()
     recompute.remove()
     assert not any("forward" in vars(part) for part in module.modules())

@@ -229,13 +229,12 @@ def test_a_rank_keeps_the_optimizer_state_of_its_own_parameters(tmp_path: Path) 
 
 
 def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
-    step = StageMemory(
-        parameters=10, gradients=9, batch=4, activations=100, forward_peak=130, backward_peak=150, update_peak=20
-    )
+    step = StageMemory(parameters=10, gradients=9, batch=4, activations=100, forward=107, backward=127)
     # 7 samples in micro-batches of at most 2, of which the stage keeps 3
     (found,) = in_flight([step], [3], 7, 2)
     assert (found.batch, found.activations) == (14, 300)
-    assert (found.forward_peak, found.backward_peak, found.update_peak) == (130 + 210, 150 + 210 + 9, 30)
+    assert (found.forward, found.backward) == (107 + 200, 127 + 200 + 9)
+    assert found.peak == 19 + 14 + 127 + 209
 
 
 def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
