@@ -17,7 +17,9 @@ from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue, known
-from .exact.values import RETURNED, Program, Tape, Values
+from .exact.programs import RETURNED, Program
+from .exact.tape import Tape
+from .exact.values import Values
 from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
 from .part_metrics import PartMetrics, grouped
 from .results import ResultStructure, combine

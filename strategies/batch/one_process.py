@@ -21,7 +21,8 @@ from ..core.types import Batch, Device
 from .batch_dims import BatchDims, verify_batch_dims
 from .evaluation_lists import EvaluationLists
 from .exact.loss_reader import LossReader
-from .exact.verifier import Views, find_evaluated, verified
+from .exact.verdict import Views
+from .exact.verifier import find_evaluated, verified
 from .layout import Layout, drop_layout
 from .losses import weighs_in_loop
 from .run_structures import RunStructures, dataloader_index

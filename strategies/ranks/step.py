@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from ..batch.exact.cuts import MOST_SAMPLES
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.plans import Plan
-from ..batch.exact.verifier import MOST_SAMPLES, Views, find_evaluated, verified
+from ..batch.exact.verdict import Views
+from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.layout import SingleLayout
 from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.run_structures import num_evaluated

@@ -11,7 +11,7 @@ The first replica is the root module itself. A refresh copies:
 Before each step the copies are as the root is. A step runs on several replicas, and each does to itself what the step
 does to the module; what it has done to the root stays. Where the root has no samples it takes over buffers, numbers,
 strings and tensors of the first replica that has. Hooks on parameters are the root's alone, which gives them the
-gradients of all replicas. A step that leaves other hooks than it found gets whole batches (`batch/exact/verifier.py`).
+gradients of all replicas. A step that leaves other hooks than it found gets whole batches (`batch/exact/trial.py`).
 """
 
 import itertools

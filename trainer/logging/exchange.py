@@ -20,7 +20,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from ...strategies.batch.exact.values import Programs, Values, combined
+from ...strategies.batch.exact.programs import Programs
+from ...strategies.batch.exact.values import Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of

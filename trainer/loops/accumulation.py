@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.batch.exact.loss_reader import LossReader
-from ...strategies.batch.exact.verifier import Views, verified
+from ...strategies.batch.exact.verdict import Views
+from ...strategies.batch.exact.verifier import verified
 from ...strategies.batch.losses import FOUND, loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError

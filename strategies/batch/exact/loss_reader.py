@@ -17,7 +17,9 @@ from ...core.devices import precise_dtype
 from ...core.errors import ConfigError
 from ..losses import FOUND, weight_in
 from .plans import OF_SAMPLES, Part, Plan
-from .values import RETURNED, Tape, Values, active_tape
+from .programs import RETURNED
+from .tape import Tape, active_tape
+from .values import Values
 
 
 class LossReader:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ...core.module_checks import is_metric, is_plain, own_parts
 from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, refill
 from ...core.patching import hooks_of
+from .differences import unlike
 
 _LIBRARIES = ("builtins", "evener", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "types")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -160,27 +160,3 @@ def _give(value: Any, contents: Any) -> None:
         value.set_state(contents)
     elif type(value) in CONTAINERS and type(value) is not tuple:
         refill(value, _contents(contents))
-
-
-def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
-    """Whether two values, or what they hold, differ by more than a fraction of the largest."""
-    if one is other:
-        return False
-    (held, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
-    return kind != other_kind or any(a is not b and _apart(a, b, by) for a, b in zip(held, others, strict=True))
-
-
-def _apart(one: Any, other: Any, by: float) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        one, other = torch.as_tensor(one), torch.as_tensor(other)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or not by:
-            return not torch.equal(one, other)
-        a, b = one.detach().double(), other.detach().double().to(one.device)
-        by = min(by, 1e-8) if one.dtype == other.dtype == torch.float64 else by
-        return not torch.allclose(a, b, rtol=0, atol=by * float(b.abs().max() if b.numel() else 0), equal_nan=True)
-    if type(one) is not type(other):
-        return True
-    if isinstance(one, (float, np.floating)):
-        return not (abs(one - other) <= by * abs(other) or (one != one and other != other))
-    return bool(one != other)

@@ -1,6 +1,6 @@
 """Give the losses of parts of a batch the gradients that they have in the whole batch's loss.
 
-A loss is computed by a program (`values.py`) of numbers that reduce the batch, its leaves: L = f(l_1, ..., l_n). With
+A loss is computed by a program (`programs.py`) of numbers that reduce the batch, its leaves: L = f(l_1, ..., l_n). With
 m_j leaf j of the whole batch, merged of those of the parts, the gradient that enters leaf j of part p is
 df/dl_j(m) * w_pj, where w_pj is the part's fraction of a mean, 1 for a sum, its share for what all parts have alike.
 
@@ -8,7 +8,7 @@ df/dl_j(m) * w_pj, where w_pj is the part's fraction of a mean, 1 for a sum, its
     one weight    the whole loss counts by one leaf, as by a `loss_weight`
     all leaves    gradients are put in the place of those of the part's own loss, once the leaves of all parts are known
 
-That a plan is right is not decided here but by gradients, in `verifier.py`.
+That a plan is right is not decided here but by gradients, in `step_comparison.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,9 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from .values import RETURNED, Comparison, Leaf, Program, Tape
+from .program_finder import ProgramFinder
+from .programs import RETURNED, Leaf, Program
+from .tape import Tape
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -56,7 +58,7 @@ OF_SAMPLES = Plan()
 """The plan of a mean over samples."""
 
 
-def proposals(seen: Comparison) -> Iterator[Plan]:
+def proposals(seen: ProgramFinder) -> Iterator[Plan]:
     """Yield plans of the loss that a step returned, the cheapest first."""
     program = seen.program(RETURNED)
     if program is None:
@@ -67,7 +69,7 @@ def proposals(seen: Comparison) -> Iterator[Plan]:
         yield Plan(program)
 
 
-def _bases(program: Program, seen: Comparison) -> list[int]:
+def _bases(program: Program, seen: ProgramFinder) -> list[int]:
     """The leaves by which a loss is the mean of those of any parts, or by what they divide by; -1 for samples.
 
     Three parts are drawn. Counts that are the same in all pieces are the same in all batches.
@@ -96,7 +98,7 @@ def _bases(program: Program, seen: Comparison) -> list[int]:
     return []
 
 
-def _follows_samples(leaf: Leaf, seen: Comparison) -> bool:
+def _follows_samples(leaf: Leaf, seen: ProgramFinder) -> bool:
     """Whether a count is that of samples, times a constant, by what it is and not by chance."""
     found = seen.entries(leaf.site)
     if leaf.how == "mean" and "nll_loss" in leaf.site[0]:  # one target per sample, of which none is ignored

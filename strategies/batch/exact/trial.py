@@ -36,7 +36,8 @@ from ..whole.meeting import Combine, Meeting, seat
 from ..whole.over_batch import ended
 from .module_state import ModuleState, Written
 from .plans import graph
-from .values import RETURNED, Seen
+from .program_finder import Seen
+from .programs import RETURNED
 
 MakesBatch: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
@@ -109,6 +110,16 @@ class Trial:
     rest: Sequence[Any] = ()
     of_ranks: bool = False
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is the step of training."""
+        return self.step == "training_step"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a part finds the module as the part before has left it."""
+        return self.in_turn and not self.of_ranks
+
     def run(self, batch: MakesBatch, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[Ran]:
         """Run the step on the samples between each two places, as parts that may meet.
 
@@ -116,87 +127,34 @@ class Trial:
             given: what the module is given first.
         """
         module = self.module
-        parts = [(j - i, batch(i, j)) for i, j in itertools.pairwise(places)]
-        found, in_turn = [Ran(num) for num, _ in parts], self.in_turn and not self.of_ranks
-        trains = self.step == "training_step"
-        trained = [p for p in module.parameters() if p.requires_grad]  # a toggled optimizer freezes some meanwhile
-
-        def number() -> int:
-            place = seat()
-            return 0 if place is None else place.part
-
-        def here() -> Ran:
-            return found[number()]
-
-        names = {part: name for name, part in module.named_modules()}
-
-        def enter(part: nn.Module, _: Any) -> None:
-            here().calls.append(names.get(part, ""))
-            here().open.append(names.get(part, ""))
-
-        def leave(*_: Any) -> None:
-            here().open.pop()
-
-        def backward(loss: Tensor) -> None:
-            here().losses.append(loss)
-            here().unused |= _leaves_out(loss, trained)
-
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            options.update(zip(LOG_OPTIONS, args, strict=False))
-            if options.get("reduce_fx", "mean") in ("mean", torch.mean):
-                here().tape.log(name, value, options.get("batch_size"))
-
-        def run(batch: Batch) -> None:
-            lists = PartLists([vars(part) for part in lightning_modules(module)])
-            lists.begin()
-            uses = _Uses(module, here()) if self.sees_calls else nullcontext()
-            reads = _GradientReads(self.strategy) if in_turn and trains else nullcontext()
-            with nullcontext() if self.together else _OneRank(), uses, reads, here().tape:
-                output: Any = getattr(module, self.step)(batch, *self.rest)
-                output = ended(module, output) if trains else output
-            if not self.of_ranks and hooks != _hooks(module):
-                raise PartsDiffer(
-                    f"{self.strategy}: {self.step} registers or removes hooks, as each part of a batch would. Register "
-                    "them in __init__, setup or on_fit_start."
-                )
-            lists.take((0, 0), here().num)
-            here().weight, here().output, here().appended = weight_in(output), output, lists.added
-            loss = output.get("loss") if isinstance(output, dict) else output
-            if trains and module.automatic_optimization and isinstance(loss, Tensor):
-                if loss.numel() != 1:  # which is refused by name
-                    raise Cannot(f"training_step returned a loss of shape {tuple(loss.shape)}")
-                here().tape.log(RETURNED, loss)
-                backward(loss)
-            if not (self.together or in_turn):
-                here().written.update(state.taken(draws=self.of_ranks))
-
+        pairs = list(itertools.pairwise(places))
+        batches, sizes = [batch(i, j) for i, j in pairs], [j - i for i, j in pairs]
         with ExitStack() as stack:
             stack.enter_context(seeded(seed, self.device))
             state = ModuleState(module)
             stack.callback(state.restore)
             stack.enter_context(kept_metrics(module))
-            stack.enter_context(torch.set_grad_enabled(trains))
+            stack.enter_context(torch.set_grad_enabled(self.trains))
             for part in module.modules():
                 part.training = part.training and not (self.evaluates or _draws(part))
-            stack.enter_context(received((module_log(part), log) for part in lightning_modules(module)))
+            parts = _Parts(self, batches, sizes, state)
+            stack.enter_context(received((module_log(part), parts.log) for part in lightning_modules(module)))
             if self.sees_calls:
-                stack.callback(register_module_forward_pre_hook(enter).remove)
-                stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-            hooks = _hooks(module)
+                stack.callback(register_module_forward_pre_hook(parts.enter).remove)
+                stack.callback(register_module_forward_hook(parts.leave, always_call=True).remove)
             if not self.together:
-                stack.enter_context(simulating(SimulatedRanks(len(parts) if self.of_ranks else 1)))
+                stack.enter_context(simulating(SimulatedRanks(len(sizes) if self.of_ranks else 1)))
             for one in given:
                 one.put()
             if not module.automatic_optimization:
-                _hold_optimizers(module, backward, stack)
-            sizes = [num for num, _ in parts]
-            metrics = PartMetrics(module, [self.device] * len(parts), self.strategy, number)
+                _hold_optimizers(module, parts.backward, stack)
+            metrics = PartMetrics(module, [self.device] * len(sizes), self.strategy, parts.number)
             stack.callback(metrics.close)
-            pieces = [Piece(self.device, f"{num} samples", partial(run, batch)) for num, batch in parts]
             recording = nullcontext() if self.of_ranks else metrics.recording(sizes, notes=True)
-            with recording, _Parts(self, pieces, sizes, state) as meeting:
-                for part in meeting.pieces:
-                    part.call()
+            with recording, parts:
+                for piece in parts.pieces:
+                    piece.call()
+            found = parts.found
             if not (self.of_ranks or self.together):  # chunks share what they have drawn of
                 left = state.taken()
                 for one in found:
@@ -206,15 +164,81 @@ class Trial:
 
 
 class _Parts(Meeting):
-    """Parts that meet in one module as in one of each: what a part has written to it is put aside meanwhile."""
+    """Parts that run, and meet, in one module as in one of each: what one has written to it is put aside meanwhile.
 
-    def __init__(self, trial: Trial, pieces: Sequence[Piece], sizes: Sequence[float], state: ModuleState) -> None:
-        super().__init__(pieces, sizes)
+    Attributes:
+        found: what each has done.
+    """
+
+    def __init__(self, trial: Trial, batches: Sequence[Batch], sizes: Sequence[int], state: ModuleState) -> None:
+        pieces = zip(sizes, batches, strict=True)
+        super().__init__(
+            [Piece(trial.device, f"{num} samples", partial(self._step, one)) for num, one in pieces], sizes
+        )
         self._trial, self._state = trial, state
+        self.found = [Ran(num) for num in sizes]
+        self._names = {part: name for name, part in trial.module.named_modules()}
+        self._trained = [p for p in trial.module.parameters() if p.requires_grad]  # a toggled optimizer freezes some
+        self._hooks = _hooks(trial.module)
+
+    @staticmethod
+    def number() -> int:
+        """That of the part whose step runs."""
+        place = seat()
+        return 0 if place is None else place.part
+
+    @property
+    def _here(self) -> Ran:
+        return self.found[self.number()]
+
+    def enter(self, part: nn.Module, _: Any) -> None:
+        """Note that a submodule is called."""
+        self._here.calls.append(self._names.get(part, ""))
+        self._here.open.append(self._names.get(part, ""))
+
+    def leave(self, *_: Any) -> None:
+        """Note that its call has ended."""
+        self._here.open.pop()
+
+    def backward(self, loss: Tensor) -> None:
+        """Note a loss that goes backward."""
+        self._here.losses.append(loss)
+        self._here.unused |= _leaves_out(loss, self._trained)
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Note what is logged as a mean."""
+        options.update(zip(LOG_OPTIONS, args, strict=False))
+        if options.get("reduce_fx", "mean") in ("mean", torch.mean):
+            self._here.tape.log(name, value, options.get("batch_size"))
+
+    def _step(self, batch: Batch) -> None:
+        trial, module, here = self._trial, self._trial.module, self._here
+        lists = PartLists([vars(part) for part in lightning_modules(module)])
+        lists.begin()
+        uses = _Uses(module, here) if trial.sees_calls else nullcontext()
+        reads = _GradientReads(trial.strategy) if trial.goes_on and trial.trains else nullcontext()
+        with nullcontext() if trial.together else _OneRank(), uses, reads, here.tape:
+            output: Any = getattr(module, trial.step)(batch, *trial.rest)
+            output = ended(module, output) if trial.trains else output
+        if not trial.of_ranks and self._hooks != _hooks(module):
+            raise PartsDiffer(
+                f"{trial.strategy}: {trial.step} registers or removes hooks, as each part of a batch would. Register "
+                "them in __init__, setup or on_fit_start."
+            )
+        lists.take((0, 0), here.num)
+        here.weight, here.output, here.appended = weight_in(output), output, lists.added
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if trial.trains and module.automatic_optimization and isinstance(loss, Tensor):
+            if loss.numel() != 1:  # which is refused by name
+                raise Cannot(f"training_step returned a loss of shape {tuple(loss.shape)}")
+            here.tape.log(RETURNED, loss)
+            self.backward(loss)
+        if not (trial.together or trial.goes_on):
+            here.written.update(self._state.taken(draws=trial.of_ranks))
 
     @override
     def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
-        if self._trial.in_turn and not self._trial.of_ranks:
+        if self._trial.goes_on:
             raise PartsDiffer(
                 f"{self._trial.strategy}: training_step needs the rows of all micro-batches at once, which run one "
                 "after the other. Set num_microbatches=1."

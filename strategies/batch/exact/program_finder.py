@@ -1,0 +1,168 @@
+"""Find how the values of a step on some samples follow from those of parts of these; see `programs.py`."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from ...core.no_value import NoValue
+from .programs import RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
+from .tape import Entry, Tape, number_of
+
+_CPU = torch.device("cpu")
+_SUMS = ("aten.sum", "aten.nansum", "aten.count_nonzero", "aten.bincount", "aten.histc", "aten.dot")
+
+
+@dataclass
+class Seen:
+    """A step on some samples: their number, and its tape."""
+
+    num: int
+    tape: Tape = field(default_factory=Tape)
+
+
+class ProgramFinder:
+    """How the values of a step on some samples follow from those of parts of these."""
+
+    def __init__(self, whole: Seen, parts: Sequence[Seen]) -> None:
+        self.whole, self.parts, self.pieces = whole, parts, (whole, *parts)
+        self._leaves: list[Leaf] = []
+        self._ops: list[Any] = []
+        self._refs: dict[Ref, Ref] = {}
+        self._kinds = list[str]()
+        for entry in whole.tape.entries:
+            self._kinds.append(self._kind(entry))
+
+    def programs(self) -> tuple[dict[str, Program], list[str]]:
+        """The programs of logged values that are no mean over samples, and the names of those that have none."""
+        found, unknown = dict[str, Program](), list[str]()
+        for name, value in self.whole.tape.logged.items():
+            is_everywhere = all(name in part.tape.logged for part in self.parts)
+            if name == RETURNED or value.number is None or not is_everywhere or self._is_of_metric(name):
+                continue
+            if self._is_mean(name):
+                continue
+            program = self.program(name)
+            if program is None:
+                unknown.append(name)
+            else:
+                found[name] = program
+        return found, unknown
+
+    def _is_of_metric(self, name: str) -> bool:
+        """Whether parts log what a metric returns once it has been given the whole batch."""
+        return isinstance(self.parts[0].tape.logged[name].value, NoValue)
+
+    def _is_mean(self, name: str) -> bool:
+        """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
+        logged = [part.tape.logged[name] for part in self.parts]
+        whole, values = self.whole.tape.logged[name], [one.number for one in logged]
+        tolerance = _tolerance(whole.kept) * (1e-2 if _tolerance(whole.kept) < 1e-8 else 1.0)  # a program is exact
+        for weights in ([part.num for part in self.parts], [number_of(one.batch_size) for one in logged]):
+            total = 0 if None in weights else sum(weights)
+            if total and _near(sum(map(operator.mul, values, weights)) / total, whole.number, values, tolerance):
+                return True
+        return False
+
+    def program(self, name: str) -> Program | None:
+        """The program of a value; None if there is none that makes the whole's of the parts'."""
+        self._leaves, self._ops, self._refs = [], [], {}
+        whole = self.whole.tape.logged.get(name)
+        try:
+            if whole is None or whole.ref is None:
+                return None
+            out = self._ref(whole.ref)
+        except LookupError:
+            return None
+        program = Program(tuple(self._leaves), tuple(self._ops), out)
+        rows = [part.tape.rows(program, _CPU) for part in self.parts]
+        values = [part.tape.logged[name].number for part in self.parts]
+        found = [float(program.value(own)) for own in (*rows, program.merged(rows))]
+        tolerance = _tolerance(whole.kept)
+        fits = (_near(a, b, values, tolerance) for a, b in zip(found, (*values, whole.number), strict=True))
+        return program if all(fits) else None
+
+    def entries(self, site: Site) -> list[tuple[Entry, int]]:
+        """What pieces have recorded at a place, and their samples, the whole first."""
+        return [(entry, piece.num) for piece in self.pieces if (entry := piece.tape.by_site.get(site)) is not None]
+
+    def _kind(self, entry: Entry) -> str:
+        """Whether an operation reduces the batch (`leaf`), or comes after (`op`); else empty."""
+        others = [other for other, _ in self.entries(entry.site)]
+        is_number = all(shape in ((), None) for shape in entry.result_shapes)
+        by_data = torch.Tag.dynamic_output_shape in operation(entry.site[0]).tags  # as many as others by chance
+        if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
+            return ""
+        given, varies = [i for i, shape in enumerate(entry.shapes) if shape is not None], self._varies(entry)
+        after = any(isinstance(entry.args[i], Ref) and self._kinds[entry.args[i].op] for i in given)
+        if after and not varies and all(entry.args[i] is not None for i in given):
+            return "op"
+        return "leaf" if varies or is_number else ""
+
+    def _varies(self, entry: Entry) -> bool:
+        """Whether the shapes of what an operation is given depend on the samples."""
+        return any(other.shapes != entry.shapes for other, _ in self.entries(entry.site))
+
+    def _ref(self, ref: Ref) -> Ref:
+        if ref in self._refs:
+            return self._refs[ref]
+        entry, kind = self.whole.tape.entries[ref.op], self._kinds[ref.op]
+        if kind == "leaf":
+            self._refs[ref] = self._leaf(entry, -1 - ref.k)
+        elif kind == "op":
+            args, name = [self._arg(entry, i) for i in range(len(entry.args))], entry.site[0]
+            if any(isinstance(arg, Ref) and shape is None for arg, shape in zip(args, entry.shapes, strict=True)):
+                name = name.replace(".Scalar", ".Tensor")  # of a number that varies
+            self._ops.append((name, tree_unflatten(args, entry.spec)))
+            self._refs |= {Ref(ref.op, k): Ref(len(self._ops) - 1, k) for k in range(len(entry.results))}
+        else:
+            raise LookupError
+        return self._refs[ref]
+
+    def _arg(self, entry: Entry, i: int) -> Any:
+        arg = entry.args[i]
+        if isinstance(arg, Ref) and self._kinds[arg.op]:
+            return self._ref(arg)
+        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        varies = is_number and any(other.args[i] != arg for other, _ in self.entries(entry.site))
+        return self._leaf(entry, i) if varies or entry.shapes[i] is not None else arg
+
+    def _leaf(self, entry: Entry, slot: int) -> Ref:
+        value = self.whole.tape.value(entry.site, slot)
+        if value is None:
+            raise LookupError
+        number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        grad = slot < 0 and entry.has_grad and number.is_floating_point()
+        counted = entry.count is not None and slot == -1
+        # a sum of what has no rows, such as a penalty on weights, is the batch's own, also where it is 0 in all parts
+        sums = entry.site[0].startswith(_SUMS) and slot < 0 and self._varies(entry)
+        first = "mean" if counted else "sum" if sums else "same"
+        for how in dict.fromkeys([first, "same", "sum", "max", "min"]):
+            leaf = Leaf(entry.site, slot, how, tuple(number.shape), number.dtype, grad)
+            if self._merges(leaf, number):
+                self._leaves.append(leaf)
+                return Ref(-1, len(self._leaves) - 1)
+        raise LookupError
+
+    def _merges(self, leaf: Leaf, wanted: Tensor) -> bool:
+        """Whether the whole's leaf is that of the parts, merged."""
+        tolerance, program = _tolerance(wanted) if wanted.is_floating_point() else 1e-9, Program((leaf,), ())
+        rows = torch.stack([row for part in self.parts for row in part.tape.rows(program, _CPU)])
+        found = [merged_rows(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
+        close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
+        return all(close(read_leaf(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found)
+
+
+def _tolerance(value: Any) -> float:
+    return 1e-9 if isinstance(value, Tensor) and value.dtype is torch.float64 else 1e-4
+
+
+def _near(one: float, other: float, parts: Sequence[float], tolerance: float) -> bool:
+    if other != other or one != one:  # nan
+        return one != one and other != other
+    return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
