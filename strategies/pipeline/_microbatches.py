@@ -8,7 +8,6 @@ all the same.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from ..core.devices import is_accelerator
 from ..core.executor import Piece, ThreadState, Turns, reraised
 from ._gradients import EarlyGradients
 from ._module_state import ModuleState
-from ._time_balance import PartTimes
 from .schedule import ScheduleName, launch_order
 from .stages import Stages
 
@@ -42,11 +40,9 @@ class MicroBatches:
 
     def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str = "model_parallel") -> None:
         self._layout = layout
-        self._state = ModuleState(module, layout.hook_numbers)
+        self._state = ModuleState(module, layout)
         num = layout.options.num_microbatches
         self.logs = LogRecorder(module, [list(module.modules())] * num, [layout.meeting_device] * num, strategy)
-        self.times: PartTimes | None = None
-        """Measures the parts of micro-batches, which then run one after the other."""
         self._pool: ThreadPoolExecutor | None = None
         self._nests_backward = False
 
@@ -94,12 +90,7 @@ class MicroBatches:
         """
         name, num_stages = self._schedule(meet is not None)
         order, state = launch_order(name, len(pieces), num_stages), ThreadState()
-        if (
-            num_stages == 1
-            and self._state.is_known
-            and self.times is None
-            and all(map(is_accelerator, self._layout.devices))
-        ):
+        if num_stages == 1 and self._state.is_known and all(map(is_accelerator, self._layout.devices)):
             # these are at work on several micro-batches if all are launched before the first goes backward; gradients
             # are added in the same order as in the first step, which is watched
             order = sorted(order, key=lambda task: task.phase == "B")
@@ -119,7 +110,7 @@ class MicroBatches:
                 if task is not order[-1] or self._nests_backward:
                     backward = partial(self.logs.run, number, partial(gradients.go_backward, number))
                     with record_function(f"B{number}"):
-                        reraised(Piece(piece.device, f"backward of {piece.name}", backward), self._backward, backward)
+                        reraised(Piece(piece.device, f"backward of {piece.name}", backward), backward)
         finally:
             for step in steps:
                 step.leave()
@@ -130,31 +121,18 @@ class MicroBatches:
 
         Under `gpipe` they need not be: each device gets its work in the same order.
         """
-        if meets or (self._layout.options.schedule == "gpipe" and self.times is None):
+        if meets or self._layout.options.schedule == "gpipe":
             return "gpipe", 1
-        in_order = self.times is not None or not self._state.may_alternate()
-        return "1f1b", self._layout.num_stages if self._layout.overlaps and not in_order else 1
+        return "1f1b", self._layout.num_stages if self._layout.overlaps and self._state.may_alternate() else 1
 
     def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
         is_first = not (number or self._state.is_known)
         with seated(InTurn(number)):
-            output = self.logs.run(number, partial(self._watched, call, is_first))
+            output = self.logs.run(number, partial(self._state.watch, call) if is_first else call)
         output = gradients.take(number, output)
         if is_first:
             self._nests_backward = gradients.nest(number)
         return output
-
-    def _watched(self, call: Callable[[], Any], is_first: bool) -> Any:
-        """Run the step of a micro-batch; the first one of a run is watched."""
-        if self.times is not None:
-            self.times.begin_microbatch()
-        with self._state.watched(self._layout.entering) if is_first else nullcontext():
-            return call()
-
-    def _backward(self, call: Callable[[], Any]) -> None:
-        call()
-        if self.times is not None:
-            self.times.end_microbatch()
 
 
 class _Step(Turns):

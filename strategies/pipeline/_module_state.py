@@ -9,8 +9,7 @@ do those of a module with hooks, which may keep anything anywhere.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..batch.exact.plans import Part
 from ..core.module_checks import is_metric
 from ..core.module_state import LIGHTNING_KEYS
 from ..core.patching import hooks_of
+from .stages import Stages
 
 _LIGHTNING = LIGHTNING_KEYS - {"training"}
 
@@ -34,57 +34,52 @@ class ModuleState:
 
     Args:
         module: the placed module; torchmetrics' metrics in it are left out, and statistics of BatchNorm.
-        own_hooks: numbers of hooks that the strategy has registered.
+        stages: where it is placed, by hooks of its own.
     """
 
-    def __init__(self, module: nn.Module, own_hooks: Collection[int]) -> None:
+    def __init__(self, module: nn.Module, stages: Stages) -> None:
+        self._stages = stages
         self._parts = [part for part in module.modules() if not (is_metric(part) or isinstance(part, MetricCollection))]
         self._spaces = [space for part in self._parts for space in (vars(part), part._modules, part._parameters)]
         # micro-batches update statistics of BatchNorm one by one
         self._spaces += [part._buffers for part in self._parts if not isinstance(part, _BatchNorm)]
-        self._own_hooks = set(own_hooks)
         self.is_known = False
         """Whether the first micro-batch was watched."""
         self._keeps = False
-        self._draws_again = False
-        self._first: list[Any] = []
-        """What tells the state with which the watched micro-batch began."""
         self._num_hooks = -1
 
     def may_alternate(self) -> bool:
         """Whether micro-batches may be on different stages at the same time, as far as is known."""
         if self.is_known and not self._keeps and _num_hooks() != self._num_hooks:
-            self._num_hooks, self._keeps = _num_hooks(), self._has_hooks()
+            own, self._num_hooks = {hook.id for hook in self._stages.hooks}, _num_hooks()
+            self._keeps = not own.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
         return self.is_known and not self._keeps
 
-    def look(self, stage: int = 0) -> None:
-        """Learn, in the watched micro-batch, that others could come in between now."""
-        in_block = torch._C._are_functorch_transforms_active() or parametrize._cache_enabled
-        self._keeps |= bool(in_block) or forward_ad._current_level >= 0 or self._state() != self._first
-        inside: Any = torch._C
-        self._draws_again |= (
-            not torch.is_grad_enabled() or inside._autograd._top_saved_tensors_default_hooks(False) is not None
-        )
-
-    @contextmanager
-    def watched(self, entering: Callable[[Callable[[int], None]], AbstractContextManager[None]]) -> Generator[None]:
-        """Run the first micro-batch of a run inside the block; `entering` has a function called between stages."""
+    def watch(self, step: Callable[[], Any]) -> Any:
+        """Run the first micro-batch of a run, and look whether others could come in between."""
         held = [list(space.values()) for space in self._spaces]  # so that no other object gets the number of one
-        self._first, random_state = self._state(), get_rng_state()
-        with entering(self.look):
-            yield
-        self.look()
-        self._keeps |= self._has_hooks() or (self._draws_again and not torch.equal(random_state, get_rng_state()))
-        self.is_known, self._num_hooks, self._first = True, _num_hooks(), []
+        first, random_state, draws_again = self._state(), get_rng_state(), False
+
+        def look(stage: int = 0) -> None:
+            nonlocal draws_again
+            inside: Any = torch._C
+            in_block = inside._are_functorch_transforms_active() or parametrize._cache_enabled
+            self._keeps |= bool(in_block) or forward_ad._current_level >= 0 or self._state() != first
+            saves_no_tensors = inside._autograd._top_saved_tensors_default_hooks(False) is not None
+            draws_again |= saves_no_tensors or not torch.is_grad_enabled()
+
+        with self._stages.entering(look):
+            output = step()
+        look()
+        self._keeps |= draws_again and not torch.equal(random_state, get_rng_state())
+        self.is_known = True
         held.clear()
+        return output
 
     def _state(self) -> list[Any]:
         """What is another if a step has set anything."""
         watched = ((key, value) for space in self._spaces for key, value in space.items() if key not in _LIGHTNING)
         return [_num_hooks(), *((key, *_mark(value)) for key, value in watched)]
-
-    def _has_hooks(self) -> bool:
-        return not self._own_hooks.issuperset(n for part in self._parts for hooks in hooks_of(part) for n in hooks)
 
 
 def _num_hooks() -> int:

@@ -1,6 +1,6 @@
 """Run a part of a module so that its activations are computed once more in the backward pass, instead of kept.
 
-The second run must repeat the first one exactly, and leave no trace. So the first one remembers what it read (random
+The second run must repeat the first one exactly, and leave no trace. So the first one notes what it reads (random
 states, attributes, buffers, the default dtype), and the second one runs with that, and puts back what it found.
 """
 
@@ -24,21 +24,18 @@ _RANDOM = threading.RLock()
 """Held while the process's random streams are set back."""
 
 _STRUCTURE = {key for key, value in nn.Module().__dict__.items() if isinstance(value, dict)}
-"""Attributes of every module that a forward pass does not write, parameters, children, hooks; and buffers."""
+"""Attributes of every module that a forward pass does not write: parameters, buffers, children, hooks."""
 
 _SMALL = 2**16
-"""Elements up to which what forward may write to is copied before each run; of larger ones those that it wrote to."""
-
-Learned = list[set[str]]
-"""The tensors, by the place of their owner and their name, that a part's forward writes to; empty before it has run."""
+"""Elements up to which a buffer counts as written to: BatchNorm writes its statistics without raising their version."""
 
 
-def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, *args: Any, **kwargs: Any) -> Any:
-    """Run a part's forward, keeping its inputs only; `learned` is what earlier calls have found out."""
+def recomputing(part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a part's forward, keeping its inputs only."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
-    call = _Call(part, learned, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    call = _Call(part, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
     def run() -> Any:
         if not call.has_run:
@@ -54,23 +51,18 @@ def recomputing(part: nn.Module, forward: Callable[..., Any], learned: Learned, 
 class _Call:
     """What one call of a part has read, to repeat it."""
 
-    def __init__(self, part: nn.Module, learned: Learned, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, part: nn.Module, inputs: Sequence[Tensor]) -> None:
         self.has_run = False
-        self._name, self._learned = type(part).__name__, learned
+        self._part = part
         self._inputs = [("an input", tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
         self._weights = [(f"a parameter ({name})", w, w._version) for name, w in part.named_parameters()]
         self._flags = [(weight, weight.requires_grad) for weight in part.parameters()]
         self._dtype = torch.get_default_dtype()
+        # what forward may write to: attributes, such as the states of metrics, and buffers
         owners = [owner for module in part.modules() for owner in (vars(module), module._buffers)]
         self._held = [(own, {key: _copied(v) for key, v in own.items() if key not in _STRUCTURE}) for own in owners]
-        # what forward may write to: buffers, and attributes such as the states of metrics
-        held = [(f"{i}.{key}", v) for i, (_, values) in enumerate(self._held) for key, v in values.items()]
-        self._tensors = [(key, v, v._version) for key, v in held if isinstance(v, Tensor) and not v.requires_grad]
-        self._before = {
-            id(tensor): tensor.detach().clone()
-            for key, tensor, _ in self._tensors
-            if not learned or tensor.numel() <= _SMALL or key in learned[0]
-        }
+        tensors = [v for _, held in self._held for v in held.values() if isinstance(v, Tensor) and not v.requires_grad]
+        self._contents = [(t, t._version, t.detach().clone()) for t in tensors if not t.is_inference()]
         tensors = (*inputs, *part.parameters())
         devices = [device for device in {tensor.device for tensor in tensors} if device.type not in ("cpu", "meta")]
         self._device_random = [(device, generator_state(device)) for device in devices]
@@ -79,18 +71,14 @@ class _Call:
 
     @contextmanager
     def first(self) -> Generator[None]:
-        """The block of the first run: learn what it has read and written."""
+        """The block of the first run: forget what it has not used."""
         yield
         self.has_run = True
         if any(tensor._version != version for _, tensor, version in self._inputs):
             raise self._refused("writes to its input")
         if self._random is not None and _equal(self._random, random_state()):
             self._random = None  # the part draws nothing on the CPU
-        written = {key: id(tensor) for key, tensor, version in self._tensors if tensor._version != version}
-        if not self._before.keys() >= {*written.values()}:
-            raise self._refused("writes to a buffer that it did not write to in its first forward pass")
-        self._before = {i: t for i, t in self._before.items() if t.numel() <= _SMALL or i in written.values()}
-        self._learned[:] = [{*written}.union(*self._learned)]
+        self._contents = [each for each in self._contents if each[0].numel() <= _SMALL or each[0]._version != each[1]]
 
     @contextmanager
     def again(self) -> Generator[None]:
@@ -101,7 +89,6 @@ class _Call:
         for what, tensor, version in (*self._inputs, *self._weights):
             if tensor._version != version:  # it would compute another gradient
                 raise self._refused(f"has {what} that was written to after its forward pass")
-        before = {i: tensor.clone() for i, tensor in self._before.items()}  # to be written to
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(_RANDOM)
@@ -114,6 +101,7 @@ class _Call:
                 if weight.requires_grad != flag:
                     stack.callback(weight.requires_grad_, not flag)
                     weight.requires_grad_(flag)
+            before = {id(tensor): contents.clone() for tensor, _, contents in self._contents}  # to be written to
             for owner, held in self._held:
                 stack.callback(refill, owner, dict(owner))
                 owner.update({key: before.get(id(value), _copied(value)) for key, value in held.items()})
@@ -121,8 +109,8 @@ class _Call:
 
     def _refused(self, what: str) -> ConfigError:
         return ConfigError(
-            f"recompute: {self._name} {what}, so that it can't be computed once more. Set strategy.recompute=never, "
-            "or name the modules to recompute without it (strategy.recompute=[...])."
+            f"recompute: {type(self._part).__name__} {what}, so that it can't be computed once more. Set "
+            "strategy.recompute=never, or name the modules to recompute without it (strategy.recompute=[...])."
         )
 
 

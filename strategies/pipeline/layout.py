@@ -158,8 +158,6 @@ class StageLayout(PartsLayout):
             return False
         before = self.stages.meeting_device
         moved = self._balance.finish_step()
-        assert self._microbatches is not None
-        self._microbatches.times = self._balance.times
         if moved is None:
             return False
         self._balance, self._has_moved = None, before != self.stages.meeting_device
@@ -179,8 +177,6 @@ class StageLayout(PartsLayout):
 
     @override
     def close(self) -> None:
-        if self._balance is not None:
-            self._balance.close()
         if self._microbatches is not None:
             self._microbatches.close()
         self._microbatches = None

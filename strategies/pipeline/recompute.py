@@ -1,7 +1,6 @@
 """Choose the parts of a module whose activations are computed once more in the backward pass, instead of kept."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -13,14 +12,11 @@ from torch import nn
 
 from ..core.errors import ConfigError, verify_submodules
 from ..core.module_checks import is_compiled
-from ._recomputed_call import Learned, recomputing
+from ._recomputed_call import recomputing
 from .module_parts import find_parts
 
 RecomputeOption: TypeAlias = Literal["never", "always", "except_last"] | Sequence[str]
 """Which parts are recomputed: none, all, all but the last one, or submodules by name."""
-
-FEWEST = 4
-"""Number of layers from which an `nn.Sequential` of single layers is recomputed in segments."""
 
 
 class Recompute:
@@ -35,7 +31,8 @@ class Recompute:
         self.option: RecomputeOption = option if isinstance(option, str) else list(option)
         self._strategy = strategy
         self._trainer: pl.Trainer | None = None
-        self._installed: list[tuple[str, nn.Module, Any, list[Learned]]] = []
+        self._installed: list[tuple[str, nn.Module, Any]] = []
+        self._called: set[str] = set()
 
     @property
     def is_on(self) -> bool:
@@ -75,14 +72,10 @@ class Recompute:
                 "strategy.recompute=never."
             )
         cut_at = [str(name) for name in partition] if isinstance(partition, (list, tuple)) else ()
-        for name, num_segments, num_kept in self._units(module, cut_at):
+        for name in self._chosen(module, cut_at):
             part = module.get_submodule(name)
-            learned: list[Learned] = [[] for _ in range(num_segments)]
-            self._installed.append((name, part, vars(part).get("forward"), learned))
-            if num_segments == 1:
-                vars(part)["forward"] = partial(recomputing, part, part.forward, learned[0])
-            else:
-                vars(part)["forward"] = partial(in_segments, part, num_kept, learned)
+            self._installed.append((name, part, vars(part).get("forward")))
+            vars(part)["forward"] = partial(_noted, self._called, name, partial(recomputing, part, part.forward))
         if not self._installed:
             raise ConfigError(
                 f"{self._strategy}: recompute={self.option} finds nothing to recompute in {type(module).__name__}: it "
@@ -92,81 +85,51 @@ class Recompute:
 
     def remove(self) -> None:
         """Restore the parts' own forward."""
+        self._called.clear()
         while self._installed:
-            _, part, own, _ = self._installed.pop()
+            _, part, own = self._installed.pop()
             vars(part).pop("forward", None)
             if own is not None:
                 vars(part)["forward"] = own
 
     def _warn(self) -> None:
         """Warn of parts that no training step has called as modules, so that nothing of them was recomputed."""
-        unused = [name for name, _, _, learned in self._installed if not any(learned)]
+        unused = [name for name, *_ in self._installed if name not in self._called]
         if unused:
             rank_zero_warn(
                 f"{self._strategy}: recompute={self.option} had no effect on {', '.join(unused)}: the training step "
                 "does not call them as modules. Name what it calls (strategy.recompute=[...])."
             )
 
-    def _units(self, module: nn.Module, cut_at: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-        """Names, numbers of segments, and how many of these at the end are not recomputed."""
-        if not isinstance(self.option, str):
-            verify_submodules(f"{self._strategy}: recompute", self.option, module)
-            for name in self.option:
-                if type(module.get_submodule(name)).forward is nn.Module.forward:
-                    raise ConfigError(f"{self._strategy}: {name} has no forward to recompute. Name the modules in it.")
-            yield from ((name, 1, 0) for name in self.option)
-            return
-        found = list(units(module, cut_at))
-        for i, (name, num_segments) in enumerate(found):
-            num_kept = int(self.option == "except_last" and i == len(found) - 1)
-            if num_kept < num_segments:
-                yield name, num_segments, num_kept
+    def _chosen(self, module: nn.Module, cut_at: Sequence[str]) -> Sequence[str]:
+        """Names of the parts that are recomputed."""
+        if isinstance(self.option, str):
+            found = list(units(module, cut_at))
+            return found[:-1] if self.option == "except_last" else found
+        verify_submodules(f"{self._strategy}: recompute", self.option, module)
+        for name in self.option:
+            if type(module.get_submodule(name)).forward is nn.Module.forward:
+                raise ConfigError(f"{self._strategy}: {name} has no forward to recompute. Name the modules in it.")
+        return self.option
 
 
-def units(module: nn.Module, cut_at: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
-    """List what is recomputed at once, in order of registration.
+def _noted(called: set[str], name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a part's forward, and note in training that it was called as a module."""
+    if torch.is_grad_enabled():
+        called.add(name)
+    return forward(*args, **kwargs)
 
-    These are the parts that stages are made of. A part that is a single layer of torch's saves nothing but its input;
-    an `nn.Sequential` of such layers is run in as many segments as the square root of their number.
 
-    Returns:
-        Pairs of a submodule's name and the number of its segments.
+def units(module: nn.Module, cut_at: Sequence[str] = ()) -> Iterator[str]:
+    """Name the parts that are recomputed one by one, in order of registration.
+
+    These are the parts that stages are made of, but for single layers of torch's, which keep little but their input.
     """
-    seen: set[str] = set()
     for part in find_parts(module, cut_at):
-        if part.loose:
-            continue
-        found = module.get_submodule(part.name)
-        if not _is_layer(found):
-            if type(found).forward is not nn.Module.forward:  # a list of modules has none
-                yield part.name, 1
-            continue
-        parent = part.name.rpartition(".")[0]
-        if parent not in seen:
-            seen.add(parent)
-            owner = module.get_submodule(parent)
-            layers = [child for child in owner.children() if next(child.parameters(), None) is not None]
-            chain = parent and type(owner).forward is nn.Sequential.forward and all(map(_is_layer, layers))
-            if chain and len(layers) >= FEWEST:
-                yield parent, round(math.sqrt(len(layers)))
-
-
-def in_segments(part: Any, num_kept: int, learned: Sequence[Learned], value: Any) -> Any:
-    """Run the layers of an `nn.Sequential` in segments that are recomputed one by one.
-
-    Args:
-        part: the `nn.Sequential`.
-        num_kept: number of segments at the end that are not recomputed.
-        learned: of each segment, what earlier calls have found out.
-        value: the input.
-    """
-    layers, num = list(part), len(learned)
-    ends = [round(len(layers) * (i + 1) / num) for i in range(num)]
-    for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        segment = nn.Sequential(*layers[start:end])
-        forward = partial(nn.Sequential.forward, segment)
-        value = forward(value) if i >= num - num_kept else recomputing(segment, forward, learned[i], value)
-    return value
+        if not part.loose:
+            found = module.get_submodule(part.name)
+            if not _is_layer(found) and type(found).forward is not nn.Module.forward:  # a list of modules has none
+                yield part.name
 
 
 def verify_threads(devices: Sequence[torch.device], threads: bool | None, strategy: str) -> None:

@@ -87,7 +87,8 @@ class Stages:
         self.options = options
         self.plan: StagePlan | None = None
         """The assignment of parts to stages; None before placement and under `partition=manual`."""
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
+        """What moves inputs, and measures parts, until `remove`."""
         self._on_thread = _OnThread()
         self._batch = BatchTensors(None)
         self._manual: dict[str, torch.device] = {}
@@ -96,7 +97,7 @@ class Stages:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a module, or of a part of it, takes along with its hooks: no hold on the module itself."""
-        return {**vars(self), "_hooks": [], "_placed": None, "_mixed": None}
+        return {**vars(self), "hooks": [], "_placed": None, "_mixed": None}
 
     @property
     def num_stages(self) -> int:
@@ -107,11 +108,6 @@ class Stages:
     def overlaps(self) -> bool:
         """Whether stages may have different micro-batches at the same time."""
         return self.options.num_microbatches > 1 and self.num_stages > 1 and self.plan is not None
-
-    @property
-    def hook_numbers(self) -> list[int]:
-        """The numbers that torch gave to the hooks that move inputs."""
-        return [hook.id for hook in self._hooks]
 
     @property
     def meeting_stage(self) -> int:
@@ -203,9 +199,9 @@ class Stages:
         if self._mixed is not None:
             self._mixed.end()
             self._mixed = None
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks = []
+        self.hooks = []
 
     def _place_again(self, module: nn.Module) -> None:
         """Record where the user placed each tensor; in a later run move it back, because Lightning moved it away."""
@@ -230,11 +226,11 @@ class Stages:
         parts = {name: module.get_submodule(name) for name in self.modules(module)}
         for name, part in parts.items():
             enter = traced_around(module, partial(self._enter, self.plan.stage_of[name]))
-            self._hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+            self.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
         for last in list(parts.values())[-1:]:
-            self._hooks.append(last.register_forward_hook(traced_around(module, partial(self._meet, 0))))
+            self.hooks.append(last.register_forward_hook(traced_around(module, partial(self._meet, 0))))
         # DDP also calls `training_step` through the root module: scalars (losses) stay
-        self._hooks.append(module.register_forward_hook(traced_around(module, partial(self._meet, 1))))
+        self.hooks.append(module.register_forward_hook(traced_around(module, partial(self._meet, 1))))
 
     def _enter(self, stage: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""

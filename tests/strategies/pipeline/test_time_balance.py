@@ -27,21 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_time_balance, "time_mark", lambda _: CLOCK[0])
 
 
-class Late(torch.autograd.Function):
-    """The identity, whose backward takes twice the time of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        CLOCK[0] += seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        CLOCK[0] += 2 * ctx.seconds
-        return grads[0], None
-
-
 class Slow(nn.Module):
     """A layer that takes so many seconds forward."""
 
@@ -51,7 +36,8 @@ class Slow(nn.Module):
         self.linear = nn.Linear(FEATURES, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Late.apply(torch.tanh(self.linear(x)), self.seconds)
+        CLOCK[0] += self.seconds
+        return torch.tanh(self.linear(x))
 
 
 class SlowNet(Net):
@@ -79,11 +65,11 @@ def stages_of(**options: Any) -> list[int]:
 
 def test_the_cut_moves_to_where_stages_take_the_same_time(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert stages_of() == [0, 0, 1, 1, 1, 1]  # forward 6 and 6 seconds, backward twice that
+        assert stages_of() == [0, 0, 1, 1, 1, 1]  # 6 and 6 seconds in each micro-batch
     told = [record.getMessage() for record in caplog.records if "balance=time" in record.getMessage()]
     assert [line.split(":\n")[0] for line in told] == [
-        "balance=time: milliseconds of a micro-batch by stage, 27000.00 9000.00 as it was cut by memory, "
-        "18000.00 18000.00 now"
+        "balance=time: milliseconds of a step's forward passes by stage, 18000.00 6000.00 as it was cut by memory, "
+        "12000.00 12000.00 now"
     ]
 
 
