@@ -8,7 +8,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_
 from typing import Any
 
@@ -28,9 +28,7 @@ class ModuleCopy:
         places: devices of the copy by the root's, where the root is on several.
 
     Attributes:
-        module: the copy.
-        pairs: (module of the root, its copy) for every module that is copied one by one. Metrics and collections of
-            torchmetrics are the root's, see `batch/part_metrics.py`.
+        module: the copy. Metrics and collections of torchmetrics in it are the root's, see `batch/part_metrics.py`.
     """
 
     def __init__(
@@ -44,12 +42,10 @@ class ModuleCopy:
         self.device = device
         self._places = dict(places or {root_device: device})
         self._new_parameter = new_parameter
-        self.pairs: list[tuple[nn.Module, nn.Module]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
         with torch.inference_mode(False), torch.no_grad():
             self.module = self._copy_module(root)
-            self._copy_attributes(self.pairs)
 
     def counterpart(self, value: Any) -> Any:
         """The copy of a module, parameter or buffer of the root; None for anything else."""
@@ -83,37 +79,43 @@ class ModuleCopy:
             self._copies[id(original)] = (original, made)
         return self._copies[id(original)][1]
 
-    def _copy_module(self, original: nn.Module) -> nn.Module:
-        if id(original) in self._copies:
-            return self._copies[id(original)][1]
-        if isinstance(original, (Metric, MetricCollection)):
-            return original
-        if is_compiler(original):
-            compiled: Any = original
-            replica = type(compiled)(self._copy_module(compiled._orig_mod), compiled.dynamo_ctx)
-            self._copies[id(original)] = (original, replica)
-            return replica
-        replica = original._replicate_for_data_parallel()
-        del replica.__dict__["_is_replica"]  # replicas here have their own parameters
-        for key in [key for key, value in replica.__dict__.items() if isinstance(value, Replacement)]:
-            del replica.__dict__[key]
-        self._copies[id(original)] = (original, replica)
-        self.pairs.append((original, replica))
-        replica._parameters = self._copy_tensors(original._parameters)
-        replica._buffers = self._copy_tensors(original._buffers)
-        children = original._modules.items()  # an empty ModuleDict is falsy
-        replica._modules = {key: None if child is None else self._copy_module(child) for key, child in children}
-        return replica
+    def _copy_module(self, root: nn.Module) -> nn.Module:
+        """Copy a module and those in it: first all of them, to which their attributes may then refer."""
+        found = [module for module in plain_modules(root) if id(module) not in self._copies]
+        originals = [module for module in found if not is_compiler(module)]
+        for original in originals:
+            replica = original._replicate_for_data_parallel()
+            del replica.__dict__["_is_replica"]  # replicas here have their own parameters
+            for key in [key for key, value in replica.__dict__.items() if isinstance(value, Replacement)]:
+                del replica.__dict__[key]
+            self._copies[id(original)] = original, replica
+        for compiled in [module for module in found if is_compiler(module)]:
+            made = type(compiled)(self.counterpart(compiled._orig_mod), compiled.dynamo_ctx)
+            self._copies[id(compiled)] = compiled, made
+        for original in originals:
+            replica = self.counterpart(original)
+            replica._parameters = self._copy_tensors(original._parameters)
+            replica._buffers = self._copy_tensors(original._buffers)
+            children = original._modules.items()
+            replica._modules = {key: self._copies.get(id(child), (child, child))[1] for key, child in children}
+        for original in originals:
+            replica = self.counterpart(original)
+            for key, value in original.__dict__.items():
+                self.set_attribute(replica, key, value)
+            for key in HOOKS:  # with the same numbers
+                hooks = original.__dict__[key].items()
+                replica.__dict__[key] = OrderedDict((number, self._translated(hook)) for number, hook in hooks)
+        return self.counterpart(root)
 
     def _copy_tensors(self, tensors: Any) -> dict[str, Any]:
         return {key: None if tensor is None else self.copy_tensor(tensor) for key, tensor in tensors.items()}
 
     def _translated(self, value: Any) -> Any:
-        """Replace references to the root in a value by references to the copy; without any, return the same object."""
+        """A value with references to the copy instead of the root; the same object where there are none."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if isinstance(value, nn.Module) and self._is_of_root(value):
-            return self._copy_hidden(value)
+            return self._copy_module(value)
         if isinstance(value, Tensor):
             place = self._places.get(value.device, value.device)
             return value if place == value.device else value.detach().to(place)
@@ -129,21 +131,6 @@ class ModuleCopy:
         """Whether all tensors of a module are the root's: a wrapper may have taken over its layers and forward."""
         tensors = [*module.parameters(), *module.buffers()]
         return bool(tensors) and all(id(tensor) in self._copies for tensor in tensors)
-
-    def _copy_hidden(self, module: nn.Module) -> nn.Module:
-        registered, self.pairs = self.pairs, []
-        made = self._copy_module(module)
-        hidden, self.pairs = self.pairs, registered
-        self._copy_attributes(hidden)
-        return made
-
-    def _copy_attributes(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        for original, replica in pairs:
-            for key, value in original.__dict__.items():
-                self.set_attribute(replica, key, value)
-            for key in HOOKS:  # with the same numbers
-                hooks = original.__dict__[key].items()
-                replica.__dict__[key] = OrderedDict((number, self._translated(hook)) for number, hook in hooks)
 
     def _sequence(self, value: Any) -> Any:
         items = [self._translated(item) for item in value]
@@ -187,6 +174,18 @@ class ModuleCopy:
         function.__kwdefaults__ = value.__kwdefaults__
         function.__dict__.update(value.__dict__)
         return function
+
+
+def plain_modules(root: nn.Module) -> list[Any]:
+    """The modules that are copied one by one, root first, each once."""
+    found: dict[int, nn.Module] = {}
+    left: list[nn.Module | None] = [root]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found and not isinstance(module, (Metric, MetricCollection)):
+            found[id(module)] = module
+            left += reversed(module._modules.values())
+    return list(found.values())
 
 
 _TRANSLATORS: dict[type, Any] = {

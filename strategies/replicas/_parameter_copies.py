@@ -9,7 +9,8 @@ written to the same copies. So autograd knows all that there is to know, and not
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ from ..core.side_streams import beside, finish_beside, finish_copy, start_copy, 
 BUCKET_BYTES = 2**25
 """Bytes of gradients moved to the root in one transfer."""
 
-Flows = Callable[[], bool]
-"""Tells, in a backward pass, whether gradients may reach the root now."""
+
+@dataclass
+class Gate:
+    """Whether the gradients of a backward pass reach the root: what a step goes backward through itself stays apart."""
+
+    is_open: bool = True
 
 
 class ParameterCopy(nn.Parameter):
@@ -35,7 +40,7 @@ class ParameterCopy(nn.Parameter):
 
     grad = None  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
     original: Tensor
-    flows: Flows
+    gate: Gate
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -49,7 +54,7 @@ class ParameterCopy(nn.Parameter):
     @override
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if requires_grad and self.is_leaf:
-            _follow([self.original], [[self]], self.flows)
+            _follow([self.original], [[self]], self.gate)
         elif not requires_grad:
             self.detach_()
         return self
@@ -69,26 +74,26 @@ class ParameterCopy(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)  # pickled, it is a leaf
 
 
-def copied(parameter: Tensor, device: torch.device, flows: Flows) -> Tensor:
+def copied(parameter: Tensor, device: torch.device, gate: Gate) -> Tensor:
     """Copy a parameter to a device; `follow` makes the copy one whose gradients are the parameter's."""
     values = parameter.detach().to(device, copy=True)
     if type(parameter) is not nn.Parameter:
         return nn.Parameter(values, requires_grad=False)
     made = ParameterCopy(values, requires_grad=False)
     vars(made).update(vars(parameter))  # a tensor may keep state of its own there
-    made.original, made.flows = parameter, flows
+    made.original, made.gate = parameter, gate
     return made
 
 
 def follow(
-    parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], flows: Flows, one_by_one: bool = False
+    parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], gate: Gate, one_by_one: bool = False
 ) -> None:
     """Give the gradients of copies to the parameters, as far as these are trained.
 
     Args:
         parameters: the root's, on one or several devices.
         copies: those of each replica, in the same order.
-        flows: called in each backward pass.
+        gate: looked at in each backward pass.
         one_by_one: whether each parameter has a node of its own, so that it takes part in a backward pass only if the
             loss depends on it; where a bundle of them takes part, some may get no gradient, and stay as they are.
     """
@@ -106,17 +111,17 @@ def follow(
             [others[place] for place in bucket] for bucket in buckets([parameters[i] for i in others], BUCKET_BYTES)
         ]
         for numbers in (*([i] for i in alone), *bundles):
-            _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], flows)
+            _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], gate)
 
 
-def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], flows: Flows) -> None:
+def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], gate: Gate) -> None:
     root, given = parameters[0].device, [copy for own in copies for copy in own]
     # values stay, and graphs of this step may have saved them
     as_they_were = torch.autograd._unsafe_preserve_version_counter(tuple(given))
     with torch.inference_mode(False), torch.enable_grad(), as_they_were:
         if has_streams(root):
             parameters = _Arrival.apply(*parameters)
-        made = _Copies.apply(flows, root, len(parameters), *parameters, *given)
+        made = _Copies.apply(gate, root, len(parameters), *parameters, *given)
     for node in {copy.grad_fn for copy in made}:
         node._set_sequence_nr(2**63 - 1)  # the engine runs it as soon as it can
 
@@ -125,18 +130,18 @@ class _Copies(torch.autograd.Function):
     """Parameters, and their copies, which have the same values already."""
 
     @staticmethod
-    def forward(ctx: Any, flows: Flows, root: torch.device, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gate: Gate, root: torch.device, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         copies = tensors[num:]
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*copies)
-        ctx.flows, ctx.root, ctx.num = flows, root, num
+        ctx.gate, ctx.root, ctx.num = gate, root, num
         ctx.device = next((copy.device for copy in copies if is_accelerator(copy.device)), root)
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: dict[int, Tensor] = {}
-        if _is_asked_for(ctx) or ctx.flows():
+        if _is_asked_for(ctx) or ctx.gate.is_open:
             # the engine has had the stream of the first accelerator among the copies' wait for all gradients
             ready = work_so_far(ctx.device)
             for start in range(0, len(grad_outputs), ctx.num):

@@ -1,6 +1,5 @@
 """Run a module on replicas, one per device of the process: refresh, run, merge metrics, sum gradients."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from ..batch.whole.meeting import Meeting
 from ..core.devices import is_accelerator
 from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
+from ..core.patching import replaced
 from ..core.side_streams import from_host
 from .measurement import Measurement, Reading
 from .replicas import Replicas
@@ -74,11 +74,7 @@ class ReplicaRunner:
     one_by_one: bool = False
 
     def __post_init__(self) -> None:
-        flows = weakref.WeakMethod(self._flows)  # a node of the graph holds it, which Python can't see in a cycle
-        self.replicas = Replicas(
-            self.root, self.devices, self.blocks, lambda: (own := flows()) is None or own(), self.one_by_one
-        )
-        self._in_step = False
+        self.replicas = Replicas(self.root, self.devices, self.blocks, self.one_by_one)
         self._executor = Executor(self.threads)
         self._meets: dict[str, bool] = {}
         """By method, whether parts met in the first step; what meets runs in order."""
@@ -125,7 +121,6 @@ class ReplicaRunner:
             self.logs.close()
             self._attach()
         used = [i for i, size in enumerate(sizes) if size > 0]
-        self.replicas.before_step(used)
         pieces = [self._piece(i, method, arguments[i], sizes, reader) for i in used]
         if self._measurement is not None:
             pieces = self._measured(self._measurement, pieces, used, sizes)
@@ -133,15 +128,11 @@ class ReplicaRunner:
         lists = self._own_lists(method, used, sizes)
         recording = self.logs.recording(values or Values(), method, sizes, loader)
         meeting = Meeting(pieces, [sizes[i] for i in used])
-        with recording, lists, meeting:
-            self._in_step = True
-            try:
-                outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
-            finally:
-                self._in_step = False
+        with recording, lists, meeting, replaced(self.replicas.gate, "is_open", False):
+            outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
         self.has_met = meeting.has_met
         self._meets.setdefault(method, meeting.has_met)
-        self.replicas.after_step()
+        self.replicas.after_step(used)
         return outputs
 
     def close(self) -> None:
@@ -154,10 +145,6 @@ class ReplicaRunner:
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
         self.logs = LogRecorder(self.root, self.replicas.modules(), self.devices, self.strategy)
-
-    def _flows(self) -> bool:
-        """Whether a backward pass is the batch's: what a step goes backward through itself stays in its replica."""
-        return not self._in_step
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
