@@ -7,6 +7,9 @@ A thread receives the request and arms its rank, which from then on checks the s
 ranks are armed, rank 0 announces the step to stop at, before it starts the step before that one. No rank can pass it
 unaware: it would need rank 0's gradients of a step that rank 0 starts after the announcement.
 
+A validation is such a stretch of steps too, its batches. Ranks may have unequal numbers of them and nothing in common
+until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
+
 Ranks vote on what each may find by itself: to end where `trainer.should_stop` is set, and to skip the rest of an epoch
 where `on_train_batch_start` returns -1. If all do so at one place, it happens there, as on one device. If some go on,
 all end later, at a step that rank 0 announces as after a signal; to skip is refused.
@@ -20,7 +23,7 @@ from torch.distributed import Store
 
 from ..core.devices import is_accelerator
 from .objects import gather_objects
-from .store import RankError, poll
+from .store import RankError, meet, poll
 
 NEWS = "news"
 """Set in the store along with a request to stop or a failure, so that ranks need ask for one thing only."""
@@ -174,7 +177,7 @@ class StopAgreement:
             )
         self.skipping.carried()
 
-    def agreed(self, received: bool, step: int) -> bool:
+    def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to; called before every micro-batch.
 
         Args:
@@ -182,7 +185,7 @@ class StopAgreement:
         """
         if received and not self.armed:
             self.request(signal.SIGTERM)
-        stops = self.armed and self.due(step)
+        stops = self.armed and self.due(step, stretch)
         self.stopped_by = self.signal if stops else None
         return stops
 
@@ -191,7 +194,7 @@ class StopAgreement:
 
         Args:
             step: number of steps of the stretch that this rank has finished.
-            stretch: what is stopped: all training, or, after a vote, what is left of it.
+            stretch: what is stopped: training, or one validation.
         """
         for device in self._devices:
             torch.accelerator.synchronize(device)
@@ -206,3 +209,30 @@ class StopAgreement:
                 self._stops_at[stretch] = int(self.store.get(announcement))
         stop = self._stops_at[stretch]
         return stop is not None and step >= stop
+
+    def stops_validation(self, received: bool, number: int, num_batches: int, ended: bool) -> bool:
+        """Whether all ranks stop within a validation; called after each of its batches, `number` is its own in the run.
+
+        Args:
+            received: as in `agreed`.
+            num_batches: batches that this rank has finished.
+            ended: these are all of this rank's; then it waits for the others, and all get the same answer.
+        """
+        stretch = f"validation {number}"
+        stops = self.agreed(received, num_batches, stretch)
+        if not (stops or ended):
+            return False
+
+        def arm() -> None:
+            if self.armed:  # the others wait for this rank to be armed
+                self.due(num_batches, stretch)
+
+        place, value = f"stop/{stretch}/ended", str(int(stops and not ended))
+        told, missing = meet(self.store, place, self.rank, self.num_ranks, value, self.timeout_s, arm)
+        if missing:
+            raise RankError(
+                f"rank {self.rank} waited {self.timeout_s:g} s at the end of a validation for rank "
+                f"{', '.join(map(str, missing))}."
+            )
+        self.stopped_by = self.signal if "1" in told else None
+        return "1" in told

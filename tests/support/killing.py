@@ -87,7 +87,10 @@ class Recorder(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.mark(f"step {self.trainer.current_epoch} {batch_idx}")
         inputs, ids = batch
-        loss = self.layers(inputs).square().mean()
+        outputs = self.layers(inputs)
+        loss = outputs.square().mean()
+        if self.plan.contrasts:
+            loss = loss + (outputs @ outputs.T).softmax(1).square().mean()
         if not self.layers[1].training:  # the verifier looks at a few samples, without dropout
             return loss
         self.mean.update(loss.detach(), len(ids))
@@ -114,6 +117,7 @@ class Recorder(pl.LightningModule):
             return
         self.mark(f"validation {self.trainer.current_epoch}")
         self.mark(f"validation at {self.trainer.global_step}")
+        time.sleep(self.plan.val_pause_s)
         with open(f"{self.record}.val.{self.global_rank}", "a") as file:
             file.write(json.dumps([self.trainer.current_epoch, batch_idx, batch[1].tolist(), loss.item().hex()]) + "\n")
 
@@ -153,6 +157,8 @@ class Plan:
     dataset: Callable[[], Any] = Augmented
     train_loader: dict[str, Any] = field(default_factory=dict)
     val_loader: dict[str, Any] = field(default_factory=dict)
+    val_pause_s: float = 0.0
+    contrasts: bool = False  # a loss of pairs of samples
 
     @property
     def num_batches(self) -> int:

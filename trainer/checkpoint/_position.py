@@ -43,7 +43,7 @@ FORMAT = 1
 
 State: TypeAlias = dict[str, Any]
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
-"""Where between two batches, or after an epoch with all its hooks, a run is saved; before validations no longer."""
+"""Where between two batches, or after an epoch with all its hooks, a run is saved."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,20 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
     for part, state in zip(stateful, states, strict=False):
         if isinstance(part, ResumableLoader):
             part.load_generators(state)
+
+
+def metric_states(module: torch.nn.Module) -> dict[str, SavedMetric]:
+    """Copy what torchmetrics' metrics of the module have accumulated, for `restore_metrics`."""
+    saved = ((name, SavedMetric.of(metric, [])) for name, metric in _metrics(module))
+    return {name: one._replace(states=map_tensors(one.states, torch.clone)) for name, one in saved}
+
+
+def restore_metrics(module: torch.nn.Module, states: Mapping[str, SavedMetric]) -> None:
+    """Set the metrics of a module to what `metric_states` copied."""
+    for name, metric in _metrics(module):
+        metric.reset()
+        if name in states:
+            states[name].give(metric)
 
 
 def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:

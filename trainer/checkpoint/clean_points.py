@@ -131,7 +131,9 @@ class ResumingFitLoop(_FitLoop):
         Raises:
             SIGTERMException: after the checkpoint was written.
         """
-        if self._stops():
+        if point == "before_validation":  # where a signal has ended the validation after a batch, which comes again
+            self.trainer.training = True
+        if point == "before_validation" or self._stops():
             self._save_and_stop(point)
 
     def begin_epoch(self, data_fetcher: Any, restarting: bool) -> Place | None:

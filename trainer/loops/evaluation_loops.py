@@ -137,8 +137,11 @@ class PlannedLoop(_Loop):
             StopIteration: the loader has ended before it was known, as Lightning's loop expects.
         """
         loop, loader = cast("Any", self), plan.loader
+        stops = getattr(self, "is_within_fit", False)  # between two batches, if a signal asks for it
         while True:
             plan.run(batch, batch_idx, dataloader_idx)
+            if stops:
+                loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
             batch_idx, batch = loader.combined._idx, next(loader)
@@ -172,6 +175,7 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         self._store_until(dataloader_idx)
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+            self.after_batch()
         else:
             self._has_run = not self._plan.sanity_checks
             self.run_planned(self._plan, batch, batch_idx, dataloader_idx)

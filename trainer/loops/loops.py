@@ -23,6 +23,7 @@ from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingFitLoop
+from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, may_read_lean, only_loaders_end
@@ -115,7 +116,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if self._fit_loop.sections is not None:
             self._fit_loop.sections.reads = True
         self._make_plan(data_fetcher)
-        if point == "before_validation":  # do what comes after the batch at which an earlier version has stopped
+        if point == "before_validation":  # do what comes after the batch at which it was stopped
             vars(self.trainer)["_last_val_time"] = float("-inf")  # due, also where time decides
             self.on_advance_end(data_fetcher)
         if self._stop is not None:
@@ -291,6 +292,8 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             self._show_everything()
             try:
                 super().on_advance_end(data_fetcher)
+            except ValidationStopped:
+                self._fit_loop.stop_at("before_validation")
             except SIGTERMException:  # raised by Lightning as its last action here
                 self._fit_loop.stop_at("between_batches")
         elif self._stepping():

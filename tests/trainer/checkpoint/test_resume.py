@@ -3,7 +3,6 @@
 import random
 import signal
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +81,40 @@ def test_a_run_killed_somewhere_goes_on_exactly(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda signum: signum.name)
-def test_a_run_that_is_asked_to_stop_finishes_its_step_or_validation_and_saves(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"trainer": {"val_check_interval": 0.5}, "val_loader": {"batch_size": 4}}
-    plan = Plan(checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, signum=signum, **options)
-    prove(plan, ["step 0 1", "validation at 3", "step 0 5", "step 1 1", "validation at 9"], tmp_path)
-    for name in ("run", "run.val"):
-        parts = [lines(tmp_path / "killed", name.replace("run", f"run{number}")) for number in range(6)]
-        assert list(chain(*parts)) == lines(tmp_path / "whole", name)
+def test_a_run_that_is_asked_to_stop_finishes_its_step_and_saves(signum: signal.Signals, tmp_path: Path) -> None:
+    plan = Plan(checkpoint={"every_n_epochs": 1}, trainer={"val_check_interval": 0.5}, signum=signum)
+    prove(plan, ["step 0 2", "step 0 5", "step 1 1"], tmp_path)
+    expected = lines(tmp_path / "whole", "run")
+    assert [line for number in range(4) for line in lines(tmp_path / "killed", f"run{number}")] == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_is_asked_to_stop_in_a_long_validation_saves_at_once(num_ranks: int, tmp_path: Path) -> None:
+    # the validation is not finished; the resumed run begins with it
+    plan = Plan(
+        strategy="ddp" if num_ranks > 1 else "single_device", num_ranks=num_ranks, devices=num_ranks,
+        checkpoint={"every_n_epochs": 1, "monitor": "val/loss"}, trainer={"val_check_interval": 0.5},
+        signum=signal.SIGTERM, val_loader={"batch_size": 1}, val_pause_s=0.05,
+    )  # fmt: skip
+    steps = [3, 9, 12] if num_ranks == 1 else [1, 6]
+    prove(plan, [f"validation at {step}" for step in steps], tmp_path)
+    for number in range(len(steps)):
+        assert len(lines(tmp_path / "killed", f"run{number}.val")) % (22 // num_ranks) != 0
+    for rank in range(num_ranks):
+        expected = lines(tmp_path / "whole", "run", rank)
+        trained = [line for i in range(len(steps) + 1) for line in lines(tmp_path / "killed", f"run{i}", rank)]
+        assert trained == expected
+
+
+@pytest.mark.long
+def test_a_validation_that_goes_on_gets_whole_batches_where_training_does(tmp_path: Path) -> None:
+    # it is before the first step of the resumed run, which found only there that the module trains otherwise in parts
+    plan = Plan(
+        strategy="dp", devices=["cpu", "cpu"], checkpoint={"every_n_epochs": 1}, signum=signal.SIGTERM,
+        val_loader={"batch_size": 4}, contrasts=True,
+    )  # fmt: skip
+    prove(plan, ["validation at 6"], tmp_path)
+    assert lines(tmp_path / "killed", "run1.val")[0][2] == [0, 1, 2, 3]
 
 
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:

@@ -114,14 +114,6 @@ def test_a_run_goes_on_from_a_file_without_a_format_number(tmp_path: Path) -> No
         torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values), msg=name)
 
 
-def test_a_run_that_an_earlier_version_stopped_in_a_validation_begins_with_it(tmp_path: Path) -> None:
-    seen: list[int] = []
-    look = pl.callbacks.LambdaCallback(on_validation_start=lambda trainer, _: seen.append(trainer.global_step))
-    kind = Kind(plateau, lambda: [look], trainer={"val_check_interval": 3, "check_val_every_n_epoch": None})
-    train(kind, tmp_path, ckpt_path=changed(tmp_path, point="before_validation"))
-    assert seen == [12, 15, 18]
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

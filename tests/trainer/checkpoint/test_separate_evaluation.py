@@ -93,7 +93,10 @@ def test_a_split_in_both_loader_methods_is_one_split(num_ranks: int, tmp_path: P
     assert (len(train[0]), len(val[0] - train[0])) == (14, 6)
 
 
-def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_trained_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_module", [False, True], ids=["a callback's", "the module's own"])
+def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_trained_ones(
+    in_module: bool, tmp_path: Path
+) -> None:
     # the average of the weights, which took their place for the validation, was saved as the weights
     trained: list[torch.Tensor] = []
 
@@ -104,11 +107,20 @@ def test_a_stop_within_a_validation_saves_no_weights_that_stand_in_for_the_train
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    class Swapping(Averaged):
+        def on_validation_start(self) -> None:
+            self.kept = self.layer.weight.detach().clone()
+            self.layer.weight.data.zero_()
+
+        def on_validation_epoch_end(self) -> None:
+            self.layer.weight.data.copy_(self.kept)
+
     pl.seed_everything(3, verbose=False)
-    callbacks = [Checkpoint(tmp_path), EMAWeightAveraging(decay=0.5)]
+    callbacks = [Checkpoint(tmp_path), *([] if in_module else [EMAWeightAveraging(decay=0.5)])]
     trainer = quiet(callbacks=callbacks, max_epochs=2, num_sanity_val_steps=0)
     with pytest.raises(SIGTERMException):
-        trainer.fit(Averaged(), DataLoader(SAMPLES, 2), DataLoader(SAMPLES, 2))
+        trainer.fit(Swapping() if in_module else Averaged(), DataLoader(SAMPLES, 2), DataLoader(SAMPLES, 2))
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert torch.equal(saved["current_model_state"]["layer.weight"], trained[-1])
+    weights = saved["state_dict"] if in_module else saved["current_model_state"]
+    assert torch.equal(weights["layer.weight"], trained[-1])
     assert len(trained) == 4

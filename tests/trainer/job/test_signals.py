@@ -142,6 +142,30 @@ def test_micro_batches_since_the_last_save_are_saved_too(tmp_path: Path) -> None
     assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["completed"] == 3
 
 
+class SlowFirst(Signalled):
+    """Rank 0 takes longer for its validation than rank 1, which gets the signal in its first batch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/mean", batch.mean(), sync_dist=True)
+        if self.trainer.sanity_checking:
+            return
+        if self.global_rank:
+            self.reach(f"batch {batch_idx}")
+        else:
+            time.sleep(0.5)
+
+
+@pytest.mark.long
+def test_a_rank_stops_in_a_validation_that_another_has_ended(tmp_path: Path) -> None:
+    """Found by `benchmarks/survival.py`: at its end the other one waited for values of the one that had stopped."""
+    trainer = make_trainer(tmp_path, strategy=DDPStrategy(timeout_s=120), devices=2)
+    loader = DataLoader(torch.arange(24.0)[:, None], 2)
+    with pytest.raises(SystemExit) as raised:
+        trainer.fit(SlowFirst("batch 0", signal.SIGTERM), loader, loader)
+    assert raised.value.code == 128 + signal.SIGTERM
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["exact_resume"]["point"] == "before_validation"
+
+
 class Slow(torch.utils.data.Dataset[torch.Tensor]):
     """Loads long enough that a worker is in the middle of it when signals arrive."""
 
