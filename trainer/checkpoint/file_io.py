@@ -54,22 +54,16 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with releasing(path), replacing(path, durable=True) as temporary:
-        save(checkpoint, temporary)
-
-
-def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint to a file that nobody reads; one that is there is written over, in the place that it has."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-        try:
-            torch.save({**checkpoint, _MARK: 2}, file)
-        except RuntimeError as exc:
-            # torch's archive writer replaces the cause by its own error
-            raise cause if isinstance(cause := exc.__cause__ or exc.__context__, OSError) else exc from exc
-        file.truncate()
-        file.flush()
-        os.fsync(file.fileno())
-    # to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new
-    os.utime(path, ns=(now := time.time_ns(), now))
+        with open(temporary, "wb") as file:
+            try:
+                torch.save({**checkpoint, _MARK: 2}, file)
+            except RuntimeError as exc:
+                # torch's archive writer replaces the cause by its own error
+                raise cause if isinstance(cause := exc.__cause__ or exc.__context__, OSError) else exc from exc
+            file.flush()
+            os.fsync(file.fileno())
+        # to the nanosecond: two files of one tick of the kernel (4 ms) would be equally new
+        os.utime(temporary, ns=(now := time.time_ns(), now))
 
 
 def link(source: str | Path, path: str | Path) -> None:

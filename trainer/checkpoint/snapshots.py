@@ -12,14 +12,12 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
-from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from .checkpoint_io import VerifiedCheckpointIO
-from .file_io import is_good, read, save, write
+from .file_io import is_good, read, remove_leftovers, write
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ def discard(dirpath: str | Path) -> None:
 
 
 class MemorySnapshots(VerifiedCheckpointIO):
-    """Takes snapshots of a run on one machine in the background, each written over the one before the last.
+    """Takes snapshots of a run on one machine in the background, each in the place of the one before.
 
     Args:
         every_n_steps: number of optimizer steps between two.
@@ -115,8 +113,6 @@ class MemorySnapshots(VerifiedCheckpointIO):
         self.due = False
         self._last_step = -1
         directory = self._directory = directory_in_memory(dirpath)
-        # memory that is there already; not that of an earlier process, which may be the snapshot by another name
-        self._spares = [directory / f"spare-{time.time_ns()}-{i}" for i in range(2)]
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
@@ -129,6 +125,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
             )
         Path(dirpath).mkdir(parents=True, exist_ok=True)
         (directory / _RUN).write_bytes(os.fsencode(os.path.abspath(dirpath)))
+        remove_leftovers(directory)
         discard_forgotten()
 
     def mark(self, trainer: pl.Trainer) -> None:
@@ -146,18 +143,3 @@ class MemorySnapshots(VerifiedCheckpointIO):
         """Give the memory back after the run, whose last state is on the disk."""
         self.teardown()
         discard(self.dirpath)
-
-    @override
-    def _write(self, plain: dict[str, Any], path: str) -> None:
-        def work() -> None:
-            spare, next_spare = self._spares
-            save(plain, spare)
-            next_spare.unlink(missing_ok=True)
-            with suppress(FileNotFoundError):  # this is the first one
-                os.link(path, next_spare)
-            spare.replace(path)
-            self._spares.reverse()
-            for other in set(self._directory.glob("*-*")).difference(self._spares):
-                other.unlink()
-
-        self._attempt(path, work)
