@@ -3,33 +3,31 @@
 Of hyperparameters a checkpoint notes beside the plain data what they were, their kinds:
 
     hyper_parameters   {"cfg": {"lr": 0.1, "out": 0.1}, "color": "RED"}          what torch.load and Lightning read
-    evener_hparams     {"hyper_parameters": [[["cfg"], "config", {"texts": [[["out"], "${lr}"]], …}],
+    evener_hparams     {"hyper_parameters": [[["cfg"], "config", {"struct": None, "readonly": None}],
                                              [["color"], "enum", ["colors.Color", None]]]}
 
 A file names kinds and classes; it can choose neither what is imported nor what is called. A class is one that the
-module's signature names, an instance is made without calling it, and of interpolations only those come back that name
-other keys: a resolver (`${eval:…}`) is the user's code, called with what the file says.
+module's signature names, an instance is made without calling it, and interpolations have the values that they had: a
+resolver (`${eval:…}`) is the user's code, called with what the file says.
 """
 
 import argparse
 import enum
-import inspect
 import logging
 import pathlib
-import re
-import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.core import saving
 
 from ...strategies.core.errors import ConfigError
@@ -42,14 +40,20 @@ EXACT = "exact_resume"
 """The key of the state that Lightning's checkpoints do not contain, of which no hook learns."""
 _Path = tuple[Any, ...]
 _Classes = dict[str, type]
-"""Classes by their full names."""
-_PATHS = {kind.__name__: kind for kind in (pathlib.PurePath, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
+"""Classes by their names, without those of their modules: one may have moved, or was in a script."""
 _SPACES = {kind.__name__: kind for kind in (argparse.Namespace, types.SimpleNamespace)}
-_T = TypeVar("_T")
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
 _BASES: tuple[Any, ...] = (int, float, str, bytes)
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _told: set[tuple[str, str]] = set()
+
+
+def class_name(kind: type) -> str:
+    """The full name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# To plain data
 
 
 def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +69,8 @@ def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     kinds: dict[str, list[Any]] = {}
     for key, value in checkpoint.items():
-        if key.endswith("hparams_type"):
-            continue  # The class of the hyperparameters' container, which is among their kinds.
+        if key.endswith("hparams_type"):  # which is among their kinds
+            continue
         noted: list[Any] | None = [] if key in _HYPER_PARAMETERS else None
         plain[key] = _convert(value, (key,), noted)
         if noted:
@@ -78,7 +82,7 @@ def _convert(value: Any, path: _Path, noted: list[Any] | None) -> Any:
     """Convert a value, and note its kind: `noted` is None outside of hyperparameters, where text is no substitute."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
-    if (is_a := described(value)) is not None and (noted is not None or is_a[1] not in ("dataclass", "namespace")):
+    if (is_a := _described(value)) is not None and (noted is not None or is_a[1] not in ("dataclass", "namespace")):
         plain = _convert(is_a[0], path, noted)
         if noted is not None:
             noted.append([list(path[1:]), *is_a[1:]])
@@ -129,42 +133,45 @@ def _convert_key(key: Any, path: _Path) -> Any:
         return class_name(key)  # which `resume_start` knows again
     if type(key) in _PLAIN:
         return key
-    is_a = described(key)
+    is_a = _described(key)
     return _convert_leaf(key if is_a is None else is_a[0], (*path, key), None)
 
 
-def described(value: Any) -> tuple[Any, str, Any] | None:
-    """Say what a value becomes in a checkpoint, its kind, and what else is needed to restore it; None for other values.
+def _described(value: Any) -> tuple[Any, str, Any] | None:
+    """Say what a value becomes, its kind, and what else is needed to restore it; None for other values.
 
     What it becomes may have others inside that are not plain.
     """
-    name = class_name(type(value))
-    if isinstance(value, Container):
-        plain, texts = _interpolations(value)
-        kind: Any = OmegaConf.get_type(value)
-        type_name = class_name(kind) if is_dataclass(kind) else None  # pyright: ignore[reportArgumentType]  # never an instance
-        flags = {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}
-        return plain, "config", {**flags, "texts": texts, "type": type_name}
-    if isinstance(value, enum.Enum):
-        number = int(value.value) if isinstance(value, enum.Flag) else None
-        return value.name if isinstance(value.name, str) else number, "enum", [name, number]
-    if isinstance(value, pathlib.PurePath):
-        return str(value), "path", type(value).__name__
-    if isinstance(value, timedelta):
-        return value.total_seconds(), "timedelta", None
-    if isinstance(value, frozenset):
-        return set(value), "frozenset", None
-    if type(value) in _SPACES.values():
-        return vars(value), "namespace", type(value).__name__
-    if is_dataclass(value) and not isinstance(value, type):
-        state = {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-        return {**state, **getattr(value, "__dict__", {})}, "dataclass", name
-    return None
+    match value:
+        case Container():
+            flags = {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}
+            return _values_of(value), "config", flags
+        case enum.Enum():
+            number = int(value.value) if isinstance(value, enum.Flag) else None
+            return value.name if isinstance(value.name, str) else number, "enum", [class_name(type(value)), number]
+        case pathlib.PurePath():
+            return str(value), "path", None
+        case timedelta():
+            return value.total_seconds(), "timedelta", None
+        case frozenset():
+            return set(value), "frozenset", None
+        case argparse.Namespace() | types.SimpleNamespace() if type(value) in _SPACES.values():
+            return vars(value), "namespace", type(value).__name__
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            state = {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
+            return {**state, **getattr(value, "__dict__", {})}, "dataclass", class_name(type(value))
+        case _:
+            return None
 
 
-def class_name(kind: type) -> str:
-    """The full name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _values_of(config: Container) -> Any:
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:  # what an interpolation names is not there
+        return OmegaConf.to_container(config, resolve=False)
+
+
+# And back
 
 
 def restored(checkpoint: Mapping[str, Any], owner: type, given: Collection[str] = ()) -> dict[str, Any]:
@@ -204,124 +211,45 @@ def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[str, Any]], cl
 
 
 def _classes_of(owner: type) -> _Classes:
-    """The enums and dataclasses that the signature of a class names: annotations, what is in them, and defaults."""
+    """The enums and dataclasses that the signature of a class names, those in their fields, and their subclasses."""
+    hints = [hint for base in owner.__mro__ for hint in _hints(vars(base).get("__init__"))]
     found: _Classes = {}
-    inits = [vars(base).get("__init__") for base in owner.__mro__]
-    for init in (init for init in inits if isinstance(init, types.FunctionType)):
-        defaults = (type(parameter.default) for parameter in inspect.signature(init).parameters.values())
-        for hint in (*_hints(init), *defaults):
-            _add(hint, found)
+    for hint in hints:  # which grows
+        hints += get_args(hint)
+        is_one = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, enum.Enum))
+        if is_one and hint not in found.values():
+            found[hint.__name__] = hint
+            hints += [*_hints(hint), *type.__subclasses__(hint)]
     return found
 
 
-def _find(classes: _Classes, name: Any, kind: type) -> Any:
-    """Find an enum, or a dataclass (`object`), by its name; one of another module has moved, or was in a script."""
-    of_name = [found for known, found in classes.items() if known.endswith(f".{name.rpartition('.')[2]}")]
-    found = classes.get(name, of_name[0] if len(of_name) == 1 else None)
-    if found is None or issubclass(found, enum.Enum) != (kind is enum.Enum):
-        raise LookupError(name)
-    return found
+def _hints(owner: Any) -> list[Any]:
+    with suppress(Exception):  # a name that exists for type checkers only, or nothing that has annotations
+        return list(get_type_hints(owner).values())
+    return []
 
 
-def _add(hint: Any, found: _Classes) -> None:
-    for inner in get_args(hint):
-        _add(inner, found)
-    is_one = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, enum.Enum))
-    if is_one and class_name(hint) not in found:
-        found[class_name(hint)] = hint
-        for other in (*_hints(hint), *type.__subclasses__(hint)):
-            _add(other, found)
-
-
-def _hints(owner: Any) -> Iterator[Any]:
-    """The annotations of a function or class; those are left out whose names exist for type checkers only."""
-    names = vars(sys.modules.get(owner.__module__, types)) | getattr(owner, "__globals__", {})
-    for name, hint in getattr(owner, "__annotations__", {}).items():
-        with suppress(Exception):
-            yield from get_type_hints(types.SimpleNamespace(__annotations__={name: hint}), names).values()
-
-
-def _expected(value: Any, kind: type[_T] | tuple[type[_T], ...]) -> _T:
-    if not isinstance(value, kind):
-        raise TypeError
-    return value
-
-
-def _config(value: Any, rest: Any, classes: _Classes) -> Container:
-    # escapes what OmegaConf would take for interpolations
-    plain = _mapped(_expected(value, (dict, list)), lambda text, _: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
-    for path, text in rest["texts"]:
-        if not _names_keys_only(text):
-            raise ValueError
-        inner = plain
-        for step in path[:-1]:
-            inner = inner[step]
-        inner[path[-1]] = text
-    config: Any = OmegaConf.create(plain, flags={"allow_objects": True})
-    if rest["type"] is not None:
-        with suppress(LookupError):  # a DictConfig for whoever did not name it, or has changed it
-            config = OmegaConf.merge(OmegaConf.structured(_find(classes, rest["type"], object)), config)
+def _config(value: Any, rest: Any, _: _Classes) -> Container:
+    if not isinstance(value, (dict, list)) or "${" in repr(value):
+        raise ValueError
+    config = OmegaConf.create(value, flags={"allow_objects": True})
     OmegaConf.set_struct(config, rest["struct"] or None)
     OmegaConf.set_readonly(config, rest["readonly"] or None)
     return config
 
 
-def _mapped(tree: Any, of_text: Callable[[str, list[Any]], Any], path: Sequence[Any] = ()) -> Any:
-    """Replace the texts in nested dicts and lists, each given with its path."""
-    if isinstance(tree, dict):
-        return {name: _mapped(child, of_text, (*path, name)) for name, child in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_mapped(child, of_text, (*path, i)) for i, child in enumerate(tree)]
-    return of_text(tree, list(path)) if isinstance(tree, str) else tree
-
-
-def _interpolations(config: Container) -> tuple[Any, list[Any]]:
-    """The values of a container, and its texts by their path that name other keys of it."""
-    raw = OmegaConf.to_container(config, resolve=False)
-    alone = OmegaConf.create(raw, flags={"allow_objects": True})  # what is outside of it is not kept
-    texts: list[Any] = []
-
-    def value(text: str, path: list[Any]) -> Any:
-        found = _resolved(config, path, text) if "${" in text else text
-        if "${" in text and _names_keys_only(text) and _resolved(alone, path, text) == found:
-            texts.append([path, text])
-        return found
-
-    return _mapped(raw, value), texts
-
-
-def _resolved(config: Any, path: list[Any], text: str) -> Any:
-    """What an interpolation stands for; its text where that is not known."""
-    with suppress(Exception):  # a resolver is the user's code
-        for step in path:
-            config = config[step]
-        return OmegaConf.to_container(config, resolve=True) if isinstance(config, Container) else config
-    return text
-
-
-def _names_keys_only(text: str) -> bool:
-    while text != (shorter := re.sub(r"\$\{[^:${}]*\}", "", text)):
-        text = shorter
-    return "${" not in text
-
-
-def _enum(value: Any, rest: Any, classes: _Classes) -> enum.Enum:
-    kind = _find(classes, rest[0], enum.Enum)
-    return kind(_expected(rest[1], int)) if issubclass(kind, enum.Flag) else kind.__members__[value]
+def _enum(value: Any, rest: Any, classes: _Classes) -> Any:
+    kind: Any = classes[rest[0].rpartition(".")[2]]
+    return kind(rest[1]) if issubclass(kind, enum.Flag) else kind.__members__[value]
 
 
 def _dataclass(value: Any, rest: Any, classes: _Classes) -> Any:
-    kind = _find(classes, rest, object)
+    kind: Any = classes[rest.rpartition(".")[2]]
+    if value.keys() < {each.name for each in fields(kind)}:
+        raise LookupError
     made = object.__new__(kind)
-    for each in fields(kind):
-        if each.name not in _expected(value, dict) and each.default is MISSING:
-            make: Any = each.default_factory  # MISSING can't be called, which is told
-            value = {**value, each.name: make()}
     for name, each in value.items():
-        if isinstance(vars(kind).get(name), types.MemberDescriptorType) or not hasattr(made, "__dict__"):
-            object.__setattr__(made, name, each)
-        else:
-            vars(made)[name] = each
+        object.__setattr__(made, name, each)
     return made
 
 
@@ -329,9 +257,9 @@ _RESTORE: dict[str, Callable[[Any, Any, _Classes], Any]] = {
     "config": _config,
     "enum": _enum,
     "dataclass": _dataclass,
-    "path": lambda value, rest, _: _PATHS.get(rest, pathlib.Path)(_expected(value, str)),
-    "timedelta": lambda value, rest, _: timedelta(seconds=_expected(value, float)),
-    "frozenset": lambda value, rest, _: frozenset[Any](_expected(value, set)),
+    "path": lambda value, rest, _: pathlib.Path(value),
+    "timedelta": lambda value, rest, _: timedelta(seconds=value),
+    "frozenset": lambda value, rest, _: frozenset[Any](value),
     "namespace": lambda value, rest, _: _SPACES[rest](**value),
 }
 

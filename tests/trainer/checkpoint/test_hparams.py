@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum, IntFlag
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ class Plan:
 class Net(Tiny):
     def __init__(
         self, cfg: DictConfig | None = None, layers: ListConfig | None = None, color: Color | None = None,
-        plan: "Plan | None" = None, right: int = Right.READ, where: Path | None = None,
+        plan: "Plan | None" = None, right: Right = Right.READ, where: Path | None = None,
         every: timedelta | None = None, args: argparse.Namespace | None = None, rest: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -82,27 +82,29 @@ def come_back(folder: Path, **given: Any) -> Any:
     return Net.load_from_checkpoint(saved(Net(**given), folder)).hparams
 
 
-def test_a_config_comes_back_with_its_interpolations_unresolved(tmp_path: Path) -> None:
-    net = {"width": 3, "rate": "${lr}", "sizes": [1, "${..width}"]}
-    text = {"lr": 0.1, "net": net, "price": r"\${lr}", "to": "???"}
-    cfg = OmegaConf.create(text)
+def test_a_config_comes_back_with_the_values_of_its_interpolations(tmp_path: Path) -> None:
+    cfg = OmegaConf.create({"lr": 0.1, "net": {"width": 3, "rate": "${lr}", "sizes": [1, "${..width}"]}, "to": "???"})
     OmegaConf.set_struct(cfg, True)
     found = come_back(tmp_path, cfg=cfg, layers=OmegaConf.create([1, {"a": "${0}"}]), rest={"deep": [cfg.net.sizes]})
-    assert type(found.cfg) is DictConfig
-    assert OmegaConf.to_container(found.cfg, resolve=False) == text
-    assert (found.cfg.net.rate, found.cfg.price, OmegaConf.is_struct(found.cfg)) == (0.1, "${lr}", True)
-    assert type(found.layers) is ListConfig
-    assert found.layers[1].a == 1
-    assert found.rest["deep"][0] == [1, 3], "what lies outside of the container has its value"
-    plain = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
-    assert plain["cfg"]["net"] == {"width": 3, "rate": 0.1, "sizes": [1, 3]}
+    plain = {"lr": 0.1, "net": {"width": 3, "rate": 0.1, "sizes": [1, 3]}, "to": "???"}
+    assert (type(found.cfg), OmegaConf.is_struct(found.cfg), type(found.layers)) == (DictConfig, True, ListConfig)
+    assert (found.cfg, found.layers, found.rest) == (plain, [1, {"a": 1}], {"deep": [[1, 3]]})
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]["cfg"] == plain
+
+
+def test_a_config_whose_texts_would_be_resolved_anew_stays_plain_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = {"a": "${of.nobody}", "price": r"\${lr}"}
+    assert come_back(tmp_path, cfg=OmegaConf.create(texts)).cfg == texts
+    assert "The hyperparameter cfg was a config; it is loaded as {'a': '${of.nobody}'" in caplog.text
 
 
 def test_a_config_given_as_all_hyperparameters_comes_back(tmp_path: Path) -> None:
     path = saved(Whole(OmegaConf.create({"net": {"width": 3, "out": "${.width}"}})), tmp_path)
     loaded = Whole.load_from_checkpoint(path)
     assert type(loaded.cfg) is DictConfig
-    assert OmegaConf.to_container(loaded.cfg, resolve=False) == {"net": {"width": 3, "out": "${.width}"}}
+    assert loaded.cfg == {"net": {"width": 3, "out": 3}}
     assert loaded.layer.weight.shape == (1, 3)
     other = Whole.load_from_checkpoint(path, cfg=OmegaConf.create({"net": {"width": 3}, "own": 1}))
     assert other.cfg.own == 1, "what is given counts"
@@ -116,7 +118,7 @@ def test_what_the_signature_names_comes_back_as_what_it_was(tmp_path: Path) -> N
         "where": Path("data/x"),
         "every": timedelta(days=-1, microseconds=7),
         "args": argparse.Namespace(lr=0.1, to=Path("x")),
-        "rest": [frozenset({1}), PurePosixPath("p"), OmegaConf.create({"at": Path("y"), "color": Color.BLUE})],
+        "rest": [frozenset({1}), Path("p"), OmegaConf.create({"at": Path("y"), "color": Color.BLUE})],
     }
     found = come_back(tmp_path, **given)
     for name, value in given.items():
