@@ -6,11 +6,10 @@ May import: nothing else in the trainer.
 
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from .device_monitor import DeviceMonitor
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
 from .start_up import EpochLines, LogEveryEpoch, StartUp
-from .step_times import RunSummary
+from .step_times import DeviceMonitor, RunSummary
 from .utilization import Utilization
 
 LearningRate = LearningRateMonitor

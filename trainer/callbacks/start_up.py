@@ -5,20 +5,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from datetime import timedelta
 from textwrap import indent
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_name
 from ...strategies.core.errors import draw_table
-from ...strategies.core.patching import LIGHTNING_TELLS, filtered
 from ...strategies.pipeline.layout import StageLayout
 from ...strategies.registry import layout_of, name_of, process_devices, processes_of, ranks_of
 from ...strategies.replicas.layout import ReplicaLayout
@@ -54,25 +51,10 @@ class EpochLines(pl.Callback):
     def __init__(self) -> None:
         self._since = 0.0
         self._ended: tuple[int, float] | None = None
-        self._told_first = ExitStack()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.perf_counter()  # of an epoch that was begun before the run was interrupted
-
-        def tell_first(record: logging.LogRecord) -> bool:
-            if "`Trainer.fit` stopped" in record.getMessage():  # what Lightning says before `on_train_end`
-                self._tell(trainer)
-                bar = trainer.progress_bar_callback
-                if isinstance(bar, RichProgressBar) and bar.progress is not None:
-                    bar.progress.stop()  # its last line stays above that
-            return True
-
-        self._told_first.enter_context(filtered(LIGHTNING_TELLS, tell_first))
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._told_first.close()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -140,30 +122,21 @@ def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list
 
 
 def checkpoint_policy(callback: Any) -> str:
-    """Describe when checkpoints are written and which ones are kept."""
+    """Describe which checkpoints are kept, and when they are written: `the last, every 1,000 steps`."""
     if not isinstance(callback, ModelCheckpoint):
         return type(callback).__name__
-    top_k, kept = callback.save_top_k, []
-    if callback.monitor and top_k:
-        number = "all" if top_k < 0 else "the best" if top_k == 1 else f"the best {top_k}"
-        kept.append(f"{number} by {callback.monitor} ({callback.mode})")
-    elif top_k:
-        kept.append("all" if top_k < 0 else "the newest")
+    top_k, interval, kept = callback.save_top_k, callback._train_time_interval, list[str]()
+    if top_k:
+        best, by = ("the best", f" by {callback.monitor} ({callback.mode})") if callback.monitor else ("the newest", "")
+        kept.append(("all" if top_k < 0 else best if top_k == 1 else f"{best} {top_k}") + by)
     if callback.save_last:
         kept.append("the last")
-    return f"{' and '.join(kept) or 'none'}, {trigger(callback)}"
-
-
-def trigger(callback: ModelCheckpoint) -> str:
-    """Describe when a checkpoint is due: `every epoch`, `every 1,000 steps`, `every 900 s`."""
-    interval: timedelta | None = callback._train_time_interval
+    steps = callback._every_n_train_steps
+    number, unit = (steps, "step") if steps else (callback._every_n_epochs, "epoch")
+    every = unit if number == 1 else f"{number:,} {unit}s"
     if interval is not None:
-        return f"every {interval.total_seconds():,.0f} s"
-    if callback._every_n_train_steps:
-        number, unit = callback._every_n_train_steps, "step"
-    else:
-        number, unit = callback._every_n_epochs, "epoch"
-    return f"every {unit}" if number == 1 else f"every {number:,} {unit}s"
+        every = f"{interval.total_seconds():,.0f} s"
+    return f"{' and '.join(kept) or 'none'}, every {every}"
 
 
 def all_devices(trainer: pl.Trainer) -> list[str]:
@@ -181,11 +154,9 @@ def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
     lines = [f"global batch {batch_line(trainer)}"] if sizes else []
     if layout is not None and (drawn := layout.describe(module)):
         return "\n".join([*lines, "", drawn])
-    parts = sizes if len(sizes) == len(devices) else [None] * len(devices)
-    rows = [("device", "", "samples")]
-    for i, (name, size) in enumerate(zip(devices, parts, strict=True)):
-        rows.append((str(i), name, "" if size is None else f"{size:,}"))
-    return "\n".join([*lines, "", draw_table(rows)])
+    parts = [f"{size:,}" for size in sizes] if len(sizes) == len(devices) else [""] * len(devices)
+    rows = zip(map(str, range(len(devices))), devices, parts, strict=True)
+    return "\n".join([*lines, "", draw_table([("device", "", "samples"), *rows])])
 
 
 def loader_batch_size(trainer: pl.Trainer) -> int | None:

@@ -28,6 +28,7 @@ from ...strategies.core.devices import (
 )
 from ...strategies.core.module_checks import callbacks_of, has_nan
 from ...strategies.registry import process_devices, ranks_of
+from .start_up import global_sizes
 
 NS_PER_MS = 1e6
 MIB = 2**20
@@ -41,41 +42,18 @@ SAMPLES_PER_POINT = 10
 """Steps between two log points whose times torch's DDP records."""
 
 
-class DDPTimes:
-    """Reads the times of the last step that torch sampled.
+def exposed_communication_ms(model: DistributedDataParallel) -> dict[str, float]:
+    """Milliseconds of gradient communication beside backward, with waits for other ranks, in the last sampled step.
 
-    Args:
-        model: the DDP wrapper, which records the times of one step in `every`.
-        every: number of batches between two samples.
+    Empty until torch has sampled one, and where the module was taken out of this wrapper.
 
     Source: `torch/nn/parallel/distributed.py` (torch 2.13), `_get_ddp_logging_data`.
     """
-
-    def __init__(self, model: DistributedDataParallel, every: int) -> None:
-        self._model = model
-        self.every = every
-        model._set_ddp_runtime_logging_sample_rate(every)
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> "DDPTimes | None":
-        """The times of a trainer's DDP wrapper, sampled a few times per log point; None without a DDP wrapper."""
-        model = trainer.strategy.model
-        every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
-        if not isinstance(model, DistributedDataParallel) or not every:
-            return None
-        return cls(model, max(1, every * trainer.accumulate_grad_batches // SAMPLES_PER_POINT))
-
-    def exposed_communication_ms(self) -> float | None:
-        """Milliseconds of gradient communication beside backward, including waits for other ranks."""
-        total, overlap = self._ms("backward_comm_time"), self._ms("backward_compute_comm_overlap_time")
-        return None if total is None or overlap is None else max(0.0, total - overlap)
-
-    def _ms(self, name: str) -> float | None:
-        """Milliseconds of one of torch's figures; None until it has sampled a step."""
-        if self._model.logger is None:  # the module was taken out of this wrapper
-            return None
-        data: dict[str, Any] = self._model._get_ddp_logging_data()
-        return int(data[name]) / NS_PER_MS if name in data else None
+    data: Any = {} if model.logger is None else model._get_ddp_logging_data()
+    total, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    if total is None or overlap is None:
+        return {}
+    return {"speed/communication_ms": max(0.0, (int(total) - int(overlap)) / NS_PER_MS)}
 
 
 class StepClock:
@@ -174,10 +152,7 @@ class RunSummary(pl.Callback):
         """Of the steps; other callbacks may tell it of their phases."""
         self.figures: dict[type, Callable[[dict[str, float]], dict[str, float]]] = {}
         """What other callbacks, by class, make of the means at a log point; it is logged with them."""
-        self._own_samples = 0
-        self._first_batch = 0
         self._last_step = 0
-        self._ddp_times: DDPTimes | None = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "RunSummary | None":
@@ -189,7 +164,9 @@ class RunSummary(pl.Callback):
         reset_peaks(process_devices(trainer.strategy))
         self.clock.measure_on(trainer.strategy.root_device)
         self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        self._ddp_times = DDPTimes.of(trainer)
+        model, every = trainer.strategy.model, self._log_every(trainer) * trainer.accumulate_grad_batches
+        if isinstance(model, DistributedDataParallel) and every:
+            model._set_ddp_runtime_logging_sample_rate(max(1, every // SAMPLES_PER_POINT))
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,12 +184,11 @@ class RunSummary(pl.Callback):
         ranks = ranks_of(trainer.strategy)
         share = None if ranks is None else ranks.contract.shares.current
         # if the strategy does not define the samples of all processes, each is assumed to have as many
-        own, total = (int(share.num), int(share.total)) if share else (num_samples(batch) or 0, None)
-        self.clock.num_samples += own * trainer.world_size if total is None else total
-        self._own_samples += own
-        self._first_batch = self._first_batch or own
+        total = int(share.total) if share else (num_samples(batch) or 0) * trainer.world_size
+        self.clock.num_samples += total
+        self.global_batch = self.global_batch or total or None
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
+        interval = self._log_every(trainer)
         if interval and step % interval == 0 and step != self._last_step and trainer.loggers:
             self._log(trainer, step)
 
@@ -227,19 +203,19 @@ class RunSummary(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock, strategy = self.clock, trainer.strategy
+        clock = self.clock
         clock.pause()
-        # collectives, after the last step
-        counts = torch.tensor([self._own_samples, self._first_batch], device=strategy.root_device)
-        samples, batch = strategy.reduce(counts, reduce_op="sum").tolist()
-        self.global_batch = batch or None
-        self.samples_per_s = samples / clock.seconds if samples and clock.seconds else None
-        self.peak_memory_mib = gather_peak_memory_mib(strategy)
+        self.samples_per_s = clock.num_samples / clock.seconds if clock.num_samples and clock.seconds else None
+        self.peak_memory_mib = gather_peak_memory_mib(trainer.strategy)  # a collective, after the last step
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # also of a run that was resumed after its end, and takes no step
         self.diverged = trainer.strategy.reduce_boolean_decision(has_nan(pl_module), all=False)
+
+    @staticmethod
+    def _log_every(trainer: Any) -> int:
+        return trainer.log_every_n_steps or 0
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the means since the last log point; with accumulation, at the first batch of the step."""
@@ -250,12 +226,34 @@ class RunSummary(pl.Callback):
             return
         shown = ("samples_per_s", "step_ms", "compute_ms", *(["data_wait_ms"] if wait_s else []))
         values = {f"speed/{name}": times[name] for name in shown}  # Lightning's own loop measures no waits
-        if self._ddp_times is not None and (exposed := self._ddp_times.exposed_communication_ms()) is not None:
-            values["speed/communication_ms"] = exposed
+        if isinstance(model := trainer.strategy.model, DistributedDataParallel):
+            values |= exposed_communication_ms(model)
         for figures in self.figures.values():
             values |= figures(times)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step - 1)
+
+
+class DeviceMonitor(pl.Callback):
+    """Log memory, batch share and time of every device of every process after each training epoch.
+
+    Devices are numbered over all processes (`partition` in TensorBoard's TEXT tab lists them).
+
+    - `device/peak_memory_mib_<i>`: on accelerators the memory of tensors (`torch.cuda.max_memory_allocated`), on the
+      CPU the process's largest resident size, the same for all devices of a process.
+    - `balance/share_<i>`: the device's fraction of a full batch, if batches are cut among devices. Strategies that
+      measure devices log these during training, with `balance/time_s_<i>` and `balance/efficiency`.
+    """
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        memory = gather_peak_memory_mib(trainer.strategy)
+        values = {f"device/peak_memory_mib_{i}": value for i, value in enumerate(memory)}
+        sizes, _ = global_sizes(trainer)  # empty, or one, if the batch is not cut
+        if len(sizes) > 1 and not any(name.startswith("balance/") for name in trainer.logged_metrics):
+            values |= {f"balance/share_{i}": size / sum(sizes) for i, size in enumerate(sizes)}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))
 
 
 def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
@@ -267,8 +265,7 @@ def gather_peak_memory_mib(strategy: Strategy) -> list[float]:
     places = torch.zeros(trainer.world_size, len(values), dtype=precise_dtype(device), device=device)
     # a rank that sees no others has a number of its own all the same
     places[trainer.global_rank if trainer.world_size > 1 else 0] = torch.tensor(values, dtype=places.dtype)
-    gathered: torch.Tensor = strategy.reduce(places, reduce_op="sum")
-    return gathered.flatten().tolist()
+    return strategy.reduce(places, reduce_op="sum").flatten().tolist()  # pyright: ignore[reportAttributeAccessIssue]  # of a tensor a tensor
 
 
 def peak_resident_bytes() -> int:

@@ -10,8 +10,8 @@
 | what shows whether ranks have trained alike | with these, after the last hooks of training |
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
@@ -25,19 +25,21 @@ from ...strategies.batch.exact.values import Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of
-from ...strategies.distributed.metrics.steps import MetricSteps
 from ...strategies.distributed.objects import gather_objects, gather_rows
 from ...strategies.distributed.same_weights import trained
 from ...strategies.sharding.whole import map_tensors
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, Sums, combine
 
-Sent = tuple[Sums, torch.dtype]
-Step = tuple[int, int, dict[str, Sent]]
-"""Index of the global batch in the epoch, step for the loggers, and the sums of this rank's values by name.
+Sent: TypeAlias = tuple[Sums, torch.dtype]
+"""What one value of a rank adds to that of the global batch, and its type.
 
-A metric's have the kind `metric`, and its name in the module with its states for this rank's samples as the value.
+A metric's sums have the kind `metric`, and its name in the module with its states for this rank's samples as the value.
 """
+Step: TypeAlias = tuple[int, int, dict[str, Sent]]
+"""Index of the global batch in the epoch, step for the loggers, and what this rank has logged, by name."""
+
+_T = TypeVar("_T")
 
 
 class Exchange:
@@ -47,7 +49,7 @@ class Exchange:
         self._trainer = trainer
         # of batches of evaluation, by loader and index, what depends on what other ranks have logged
         self._waiting: list[tuple[tuple[int, int], Tensor, list[Logged]]] = []
-        self._steps: list[tuple[int, int, dict[str, Sums | Logged]]] = []
+        self._steps: list[tuple[int, int, dict[str, Sent | Logged | Tensor]]] = []
         self._told: set[str] = set()
         self.has_ended = False
         """Whether ranks have exchanged what the training step in process has logged."""
@@ -76,9 +78,9 @@ class Exchange:
             self._exchange_together(results, shared, programs if group is None else {}, group)
         logged = results.flush()
         if share is not None and share.some_empty and not self.has_ended:
-            _fill_empty(results, logged, share.num)
-        if logged and results.shares_steps:
-            _share_step_values(results.metric_steps, logged)
+            _exchange_steps(results, logged, share.num)
+        elif logged and results.shares_steps:
+            _exchange_steps(results, logged, None)
 
     def _exchange_together(self, results: LeanResults, shared: list[Logged], programs: Programs, group: Any) -> None:
         """Exchange step values, and what programs need, by one collective.
@@ -114,16 +116,13 @@ class Exchange:
 
     def keep_step(self, results: LeanResults, step: int) -> None:
         """Keep the step values, for the loggers' step, of the batch that `end_evaluated` has ended."""
-        kept, steps = dict[str, Sums | Logged](), results.metric_steps
+        kept = dict[str, Sent | Logged | Tensor]()
         for _, series in results.valid_items():
             if series.on_step and (series.meta.logger or series.meta.prog_bar):
-                value, name = series.step_value(), results.shown_name(series, True)
-                if steps is not None and _has_step_value(series, steps):
-                    kept[name] = Sums("metric", (series.meta.metric_attribute or "", steps.states(series.value)))
-                elif series.shared and series.logged is not None:
-                    kept[name] = series.logged
-                elif isinstance(value, Tensor):
-                    kept[name] = Sums("own", value)
+                value = _states(series, results)
+                value = value or (series.logged if series.shared and series.logged else series.step_value())
+                if value is not None:
+                    kept[results.shown_name(series, True)] = value
         assert results.ranks is not None
         self._steps.append((results.ranks.contract.evaluated[1], step, kept))
 
@@ -161,11 +160,7 @@ class Exchange:
         gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results), digests))
         if ranks is not None:
             ranks.contract.agreement.compare([digests for _, _, digests in gathered])
-        told: dict[str, list[Entry]] = {}
-        for entries, *_ in gathered:
-            for key, entry in entries.items():
-                told.setdefault(key, []).append(entry)
-        for key, entries in told.items():
+        for key, entries in _by_name([entries for entries, *_ in gathered]).items():
             self._verify_hook_value(key, entries)
             series = own.get(key) or self._stand_in(results, key, entries[0])
             if series.is_tensor:
@@ -203,10 +198,8 @@ class Exchange:
         combined_steps: list[tuple[int, dict[str, Any]]] = []
         for index in sorted({index for steps in ranks for index, _, _ in steps}):
             step = numbers.get(index, combined_steps[-1][0] + 1 if combined_steps else 0)
-            parts = [kept for steps in ranks for other, _, kept in steps if other == index]
-            names = dict.fromkeys(name for kept in parts for name in kept)
-            by_name = {name: [kept[name] for kept in parts if name in kept] for name in names}
-            combined_steps.append((step, {name: _shown(values, results) for name, values in by_name.items()}))
+            parts = _by_name([kept for steps in ranks for other, _, kept in steps if other == index])
+            combined_steps.append((step, {name: _shown(values, results) for name, values in parts.items()}))
         return combined_steps
 
     def _stand_in(self, results: LeanResults, key: str, entry: Entry) -> Series:
@@ -272,48 +265,59 @@ def _over_ranks(kind: str, values: Tensor, weights: Tensor) -> Tensor:
     return values.sum() if kind == "sum" else values.amax() if kind == "max" else values.amin()
 
 
-def _fill_empty(results: LeanResults, logged: list[Logged], num: float) -> None:
-    """Show on ranks without samples (`num` is 0) what the others logged by step; all call it for such a batch."""
-    of_batch, own = {id(one.series) for one in logged}, dict[str, Sums]()
-    all_series: Any = results.items()
-    for key, series in all_series if num else ():
-        value = series.step_value() if id(series) in of_batch else None
-        if isinstance(value, Tensor):
-            kind, number = series.kind if series.is_tensor else "own", float(value)
-            own[key] = Sums(kind, number * num if kind == "mean" else number, num)
-    gathered: list[dict[str, Sums]] = gather_objects(own)
-    for key, series in all_series if not num else ():
-        parts = [told[key] for told in gathered if key in told]
-        if parts and series.on_step:
-            cached = series.last  # of the sample that this rank ran in place of its own
-            dtype = cached.dtype if isinstance(cached, Tensor) else torch.float64
-            series.last = torch.tensor(combine(parts).result(), dtype=dtype, device=series.device)
+def _exchange_steps(results: LeanResults, logged: Sequence[Logged], num: float | None) -> None:
+    """Bring the step values of metrics, and those of ranks without samples, to what they are for the global batch.
 
+    All ranks must call this.
 
-def _has_step_value(series: Series, steps: MetricSteps | None) -> bool:
-    """Whether a metric is logged whose value of the global batch is asked for, and which the step has called."""
-    asked = not series.is_tensor and series.on_step and series.meta.sync.should
-    return asked and steps is not None and steps.recorded(series.value)
-
-
-def _share_step_values(steps: MetricSteps | None, logged: Sequence[Logged]) -> None:
-    """Replace the values that metrics have for this rank's part of the batch; all ranks must call it."""
-    asked = {id(one.series): one.series for one in logged if _has_step_value(one.series, steps)}
-    if steps is None or not asked:
+    Args:
+        num: samples of this rank in a batch of which some rank has none; None if all have some.
+    """
+    of_batch, own, all_series = {id(one.series) for one in logged}, dict[str, Sent](), cast(Any, results)
+    for key, series in all_series.items():
+        if id(series) not in of_batch:
+            continue
+        if (states := _states(series, results)) is not None:
+            own[key] = states
+        elif num and isinstance(value := series.step_value(), Tensor):
+            own[key] = _sums(series.kind if series.is_tensor else "own", value, num)
+    if num is None and not own:
         return
-    gathered = gather_objects([steps.states(series.value) for series in asked.values()])
-    for i, series in enumerate(asked.values()):
-        series.last = steps.value(series.value, [states[i] for states in gathered])
+    for key, parts in _by_name(gather_objects(own)).items():
+        series = all_series.get(key)
+        if series is not None and series.on_step and (num == 0 or parts[0][0].kind == "metric"):
+            series.last = _shown(parts, results).to(series.device)
 
 
-def _sent(value: Sums | Logged, results: LeanResults) -> Sent:
+def _states(series: Series, results: LeanResults) -> Sent | None:
+    """What a metric that the step has called has counted in it, if the value for the global batch is asked for."""
+    steps = results.metric_steps
+    if steps is None or series.is_tensor or not series.on_step or not series.meta.sync.should:
+        return None
+    if not steps.recorded(series.value):
+        return None
+    return Sums("metric", (series.meta.metric_attribute, steps.states(series.value))), torch.float64
+
+
+def _sums(kind: str, value: Tensor, weight: float) -> Sent:
     """The sums of one value, as numbers, and its type."""
-    if isinstance(value, Sums):
-        own = value if value.kind == "metric" else Sums(value.kind, float(value.value))
-        return own, value.value.dtype if isinstance(value.value, Tensor) else torch.float64
-    assert value.copy is not None
-    weight = float(results.weight(value)) if value.series.kind == "mean" else 1
-    return Sums(value.series.kind, float(value.copy) * weight, weight), value.copy.dtype
+    return Sums(kind, float(value) * weight if kind == "mean" else float(value), weight), value.dtype
+
+
+def _sent(value: Sent | Logged | Tensor, results: LeanResults) -> Sent:
+    if isinstance(value, Logged):
+        assert value.copy is not None
+        return _sums(value.series.kind, value.copy, float(results.weight(value)))
+    return _sums("own", value, 0) if isinstance(value, Tensor) else value
+
+
+def _by_name(ranks: Sequence[Mapping[str, _T]]) -> dict[str, list[_T]]:
+    """What the ranks that have something under a name have, in order of rank."""
+    found: dict[str, list[_T]] = {}
+    for one in ranks:
+        for name, value in one.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def _shown(sent: list[Sent], results: LeanResults) -> Tensor:

@@ -14,7 +14,6 @@ compiler that does not run. Each function here does the same, and falls back to 
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -147,7 +146,6 @@ class TrainStep:
         self.clips_itself = any_overridden(module, ("configure_gradient_clipping", "clip_gradients"), MODULE)
         self.clips_itself |= any_overridden(precision, ("_clip_gradients", "clip_gradients"), PRECISION)
         self.hooked_update = self.clips_itself or "on_before_optimizer_step" in plan.work
-        self.blocks_sync = isinstance(strategy, ParallelStrategy)
 
     def fits(self) -> bool:
         """Whether the next step may be lean."""
@@ -163,26 +161,24 @@ class TrainStep:
             The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
             Empty if it returned None.
         """
-        sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
-        if not stepping:
-            accumulates = self.contract.accumulating("on_after_backward" in self.plan.work)
-            with accumulates if self.blocks_sync else nullcontext():
-                reported = self._forward_backward(batch, batch_idx, False)
-            if sections is not None:
-                sections.count()
-            return reported
         step: Any = self.automatic.optim_progress.optimizer.step
-        step.total.ready += 1
-        step.current.ready += 1
-        reported = self._forward_backward(batch, batch_idx, True)
-        if self.hooked_update or self.trainer.gradient_clip_val:
-            self._before_update()
+        if stepping:
+            step.total.ready += 1
+            step.current.ready += 1
+            reported = self._forward_backward(batch, batch_idx, True)
+            if self.hooked_update or self.trainer.gradient_clip_val:
+                self._before_update()
+        else:
+            with self.contract.accumulating("on_after_backward" in self.plan.work):
+                reported = self._forward_backward(batch, batch_idx, False)
+        sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
         if sections is not None:
             sections.count()
-        self.optimizer.step()
-        self.contract.finish_step()
-        step.total.completed += 1
-        step.current.completed += 1
+        if stepping:
+            self.optimizer.step()
+            self.contract.finish_step()
+            step.total.completed += 1
+            step.current.completed += 1
         return reported
 
     def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
@@ -233,13 +229,12 @@ class TrainStep:
         return output["loss"], {key: value for key, value in output.items() if key not in ("loss", FOUND)}
 
     def _zero_grad(self, batch_idx: int) -> None:
-        plan, optimizer = self.plan, self.optimizer.optimizer
         counter: Any = self.automatic.optim_progress.optimizer.zero_grad
         total, current = counter.total, counter.current
         total.ready += 1
         current.ready += 1
-        if "on_before_zero_grad" in plan.work:
-            plan.call("on_before_zero_grad", optimizer)
+        if "on_before_zero_grad" in self.plan.work:
+            self.plan.call("on_before_zero_grad", self.optimizer.optimizer)
         total.started += 1
         current.started += 1
         self.optimizer.zero_grad()

@@ -9,7 +9,7 @@ since `self.log` reads it.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partialmethod
+from functools import cache, partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -58,6 +58,13 @@ REFRESH_S = 0.1
 """Seconds between two refreshes. A refresh costs as much as several tiny training steps."""
 
 
+_BARS = {
+    "train": "train_progress_bar", "validation": "val_progress_bar", "test": "test_progress_bar",
+    "predict": "predict_progress_bar",
+}  # fmt: skip
+"""The bars of tqdm, by the stage in the names of hooks."""
+
+
 class TimedBar:
     """Replaces a progress bar in a loop's `*_batch_end` hooks.
 
@@ -68,45 +75,31 @@ class TimedBar:
         self.bar = bar
         self._due_s = 0.0
         self._behind: int | None = None
+        for stage in _BARS:
+            setattr(self, f"on_{stage}_batch_end", partial(self._end_batch, stage))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Refresh if the interval is over or this is the epoch's last batch."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        last = progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+    def _end_batch(self, stage: str, trainer: Any, module: Any, *args: Any) -> None:
+        """Refresh if the interval is over or this is the loader's last batch."""
+        num = args[2] + 1
+        if stage == "train":
+            loop = trainer.fit_loop
+            last = num >= loop.max_batches or loop.epoch_loop.batch_progress.is_last_batch
+        else:
+            last = num >= trainer._active_loop.max_batches[next(iter(args[3:]), 0)]
         if last or time.perf_counter() >= self._due_s:
             self._behind = None
-            self.bar.on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+            getattr(self.bar, f"on_{stage}_batch_end")(trainer, module, *args)
             self._due_s = time.perf_counter() + REFRESH_S
-        else:
-            self._behind = batch_idx
-            self._count("train_progress_bar", batch_idx)
-
-    def _count(self, name: str, batch_idx: int) -> None:
-        """Keep tqdm's number of batches, which it shows when it is drawn again."""
-        if isinstance(self.bar, TQDMProgressBar):
-            getattr(self.bar, name).n = batch_idx + 1
+            return
+        self._behind = args[2] if stage == "train" else None
+        if isinstance(self.bar, TQDMProgressBar):  # which shows its number of batches when it is drawn again
+            getattr(self.bar, _BARS[stage]).n = num
 
     def catch_up(self, trainer: pl.Trainer) -> None:
         """Show the steps not shown yet, before something else is printed."""
         if self._behind is not None:
             batch_idx, self._behind = self._behind, None
             self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
-
-    def _evaluation(self, hook: str, name: str, trainer: pl.Trainer, module: Any, *args: Any) -> None:
-        """Refresh if the interval is over."""
-        batch_idx, dataloader_idx = args[2], args[3] if len(args) > 3 else 0
-        loop = trainer._active_loop
-        sizes: Any = getattr(loop, "max_batches", None)
-        last = not sizes or batch_idx + 1 >= sizes[dataloader_idx]
-        if last or time.perf_counter() >= self._due_s:
-            getattr(self.bar, hook)(trainer, module, *args)
-            self._due_s = time.perf_counter() + REFRESH_S
-        else:
-            self._count(name, batch_idx)
-
-    on_validation_batch_end = partialmethod(_evaluation, "on_validation_batch_end", "val_progress_bar")
-    on_test_batch_end = partialmethod(_evaluation, "on_test_batch_end", "test_progress_bar")
-    on_predict_batch_end = partialmethod(_evaluation, "on_predict_batch_end", "predict_progress_bar")
 
 
 Base = Mapping[str, Any]

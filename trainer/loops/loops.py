@@ -16,7 +16,6 @@ from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from ...strategies.core.types import Batch
@@ -42,13 +41,8 @@ _LEAST_BATCHES = 10
 
 
 class LeanFitLoop(ResumingFitLoop):
-    """The loop over epochs.
+    """The loop over epochs."""
 
-    Attributes:
-        took_no_step: whether `training_step` returned None for every batch of the run.
-    """
-
-    took_no_step = False
     _batches_before = 0
     on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
     on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
@@ -58,19 +52,12 @@ class LeanFitLoop(ResumingFitLoop):
         super().on_run_start()
         loop: Any = self.epoch_loop
         self._batches_before, loop.automatic_optimization.num_none = loop.batch_progress.total.started, 0
-        self.took_no_step = False
 
-    @override
-    def on_run_end(self) -> None:
+    @property
+    def took_no_step(self) -> bool:
+        """Whether `training_step` returned None for every batch of the run."""
         loop: Any = self.epoch_loop
-        batches = loop.batch_progress.total.started - self._batches_before
-        self.took_no_step = 0 < batches == loop.automatic_optimization.num_none
-        if self.took_no_step:
-            rank_zero_warn(
-                f"`training_step` returned None for each of {batches} batches, so no optimizer step was taken. Return "
-                "the loss."
-            )
-        super().on_run_end()
+        return 0 < loop.automatic_optimization.num_none == loop.batch_progress.total.started - self._batches_before
 
 
 class LeanTrainingEpochLoop(_TrainingEpochLoop):
@@ -241,9 +228,9 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         self._fit_loop.in_section(partial(self._finish_batch, step, output, batch, batch_idx, skip), counts=False)
 
     def _finish_batch(self, step: TrainStep, output: Any, batch: Batch, batch_idx: int, skipped: bool) -> None:
-        plan, progress = step.plan, self.batch_progress
-        total: Any = progress.total
-        current: Any = progress.current
+        plan = step.plan
+        total: Any = self.batch_progress.total
+        current: Any = self.batch_progress.current
         total.processed += 1
         current.processed += 1
         if plan.strategy.lr_scheduler_configs and self._stepping():

@@ -12,7 +12,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning.callbacks import RichProgressBar
 from seen import SHORT, charts, events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Points, Tiny, quiet
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
 from evener.strategies import BalancedDataParallelStrategy, BalancedDDPModelParallelStrategy
-from evener.strategies.core.patching import LIGHTNING_TELLS
 from evener.trainer import Result, compose, train
 from evener.trainer.callbacks import EpochLines, GradientNorm
 from evener.trainer.callbacks.start_up import batch_line
@@ -133,28 +131,9 @@ def test_without_a_terminal_an_epoch_is_one_line(digits: Result) -> None:
     text = (Path(digits.run_dir) / "train.log").read_text()
     lines = re.findall(r"epoch \d.*", text)
     assert len(lines) == 2
-    assert text.index(lines[1]) < text.index("`Trainer.fit` stopped")
     (value,) = re.findall(r"val/loss ([\d.]+)", lines[1])
     assert float(value) == pytest.approx(digits.metrics["val/loss"], rel=1e-3)
     assert lines[0].startswith("epoch 0/1 · step 6 · ")  # counted as in the names of checkpoints
-
-
-def test_a_bar_has_ended_when_lightning_says_why_training_does() -> None:
-    # its last line stood below, as if training went on
-    bar = RichProgressBar(console_kwargs={"force_terminal": True, "file": io.StringIO()})
-    drawn: list[bool] = []
-
-    class Look(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "`Trainer.fit` stopped" in record.getMessage():
-                drawn.append(bar.progress is not None and bar.progress.live.is_started)
-
-    trainer = quiet(pl.Trainer, callbacks=[bar, EpochLines()], enable_progress_bar=True)
-    tells = logging.getLogger(LIGHTNING_TELLS[0])
-    tells.addHandler(look := Look())
-    trainer.fit(Line())
-    tells.removeHandler(look)
-    assert drawn == [False]
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

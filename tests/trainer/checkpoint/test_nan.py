@@ -107,8 +107,5 @@ def test_a_job_that_diverged_is_not_the_best_of_a_sweep() -> None:
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`. If this was on purpose")  # Lightning's own
 def test_a_run_without_any_step_fails_and_says_why(tmp_path: Path) -> None:
-    with (
-        pytest.warns(UserWarning, match="`training_step` returned None for each of .* no optimizer step was taken"),
-        pytest.raises(ValueError, match="Nothing was trained: training_step returned None for every batch"),
-    ):
+    with pytest.raises(ValueError, match="Nothing was trained: training_step returned None for every batch"):
         train(config(tmp_path, "Silent"))
