@@ -81,7 +81,7 @@ class DDPStrategy(RankStrategy):
         }
         if global_view is True and self.strategy_name != "ddp":
             others = {"global_view": True}
-        self._allow_view(global_view, self._whole_batches, others)
+        self.whole_batches.allow(global_view, self._whole_batches, others)
 
     def _whole_batches(self, by_rows: bool) -> GradientSync:
         from .ranks.global_view.view import WholeBatch  # most runs need none

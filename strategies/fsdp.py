@@ -10,13 +10,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .balance.ranks import RankBalance
-from .batch.batch_dims import BatchDims
 from .batch.whole.whole_steps import GlobalView
 from .core.errors import ConfigError
-from .core.options import Advice, Count, Positive, checked
-from .data.loaders import BatchSizeIs
-from .distributed.scripts.launcher import StartMethod
-from .pipeline.recompute import RecomputeOption
+from .core.options import Advice, Count, checked
 from .ranks.gradient_sync import GradientSync
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
@@ -49,17 +45,9 @@ class FSDPStrategy(RankStrategy):
         find_unused_parameters: allow parameters that take no part in the loss, which costs one small all-reduce per
             step; None: if the look at a few samples shows any.
         weights: share of each rank of a global batch, in any unit; None divides evenly.
-        batch_size_is: as in `DDPStrategy`.
-        batch_dims: as in `DDPStrategy`.
-        timeout_s: as in `DDPStrategy`.
-        backend: as in `DDPStrategy`.
-        sync_batchnorm: as in `DDPStrategy`.
-        start_method: as in `DDPStrategy`.
-        recompute: as in `DDPStrategy`.
-        verify: as in `DDPStrategy`; before the module is cut; of layers of `configure_model` the loss is compared,
-            once they are cut.
-        gather_lists_mb: as in `RankStrategy`.
         global_view: as in `DDPStrategy`.
+        **options: options of `RankStrategy`. What `verify` compares is the module before it is cut; of layers of
+            `configure_model` the loss, once they are cut.
 
     Raises:
         ConfigError: an option has an invalid value.
@@ -67,6 +55,9 @@ class FSDPStrategy(RankStrategy):
 
     strategy_name = "fsdp"
     sync: ShardSync
+
+    further_options = staticmethod(dict[str, Any])
+    """None: `**options` of the constructor are `RankStrategy`'s."""
 
     @checked
     def __init__(
@@ -77,30 +68,28 @@ class FSDPStrategy(RankStrategy):
         replicas: Count = 1,
         find_unused_parameters: bool | None = None,
         weights: GivenWeights | None = None,
-        batch_size_is: BatchSizeIs = "per_device",
-        batch_dims: BatchDims | None = None,
-        timeout_s: Positive = 1800.0,
-        backend: str | None = None,
-        sync_batchnorm: bool = False,
-        recompute: RecomputeOption = "never",
-        start_method: StartMethod | None = None,
-        verify: bool = True,
-        gather_lists_mb: Positive = 1024.0,
         global_view: GlobalView = "auto",
+        **options: Any,
     ) -> None:
-        if weights is not None and batch_size_is != "global":
+        if weights is not None and options.get("batch_size_is") != "global":
             raise ConfigError(
                 "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
                 "Set batch_size_is=global, or weights=null."
             )
-        super().__init__(
-            batch_size_is, batch_dims, recompute, timeout_s, backend, sync_batchnorm, start_method, verify,
-            gather_lists_mb=gather_lists_mb,
-        )  # fmt: skip
+        super().__init__(**options)
+        if self._ddp_kwargs:
+            raise ConfigError(
+                f"fsdp: {', '.join(self._ddp_kwargs)} is an option of torch's DistributedDataParallel, which fsdp does "
+                "not use. Leave it out, or choose strategy=ddp."
+            )
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
-        others = {"recompute": recompute != "never", "sync_batchnorm": sync_batchnorm, "weights": weights is not None}
-        self._allow_view(global_view, partial(self._whole_batches, find_unused_parameters), others)
+        others = {
+            "recompute": self.recompute.is_on,
+            "sync_batchnorm": bool(options.get("sync_batchnorm")),
+            "weights": weights is not None,
+        }
+        self.whole_batches.allow(global_view, partial(self._whole_batches, find_unused_parameters), others)
         self.balance = RankBalance(self.strategy_name, weights)
 
     def _whole_batches(self, find_unused_parameters: bool | None, by_rows: bool) -> GradientSync:
@@ -118,11 +107,6 @@ class FSDPStrategy(RankStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return any(tensor.is_meta for tensor in self.module.parameters())
-
-    @override
-    def _choose_sync(self) -> None:
-        self.sync.make_whole()
-        super()._choose_sync()
 
     @override
     def _place(self, trainer: pl.Trainer) -> None:

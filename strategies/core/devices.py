@@ -27,44 +27,16 @@ def is_out_of_memory(exc: BaseException) -> bool:
     return isinstance(exc, torch.OutOfMemoryError) or of_a_library
 
 
+@cache
 def has_streams(device: torch.device) -> bool:
     """Whether a device has streams, events and a count of its memory: every accelerator of this machine but MPS."""
-    return device.type not in ("cpu", "mps") and _is_present(device.type)
-
-
-@cache
-def _is_present(kind: str) -> bool:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator is not None and accelerator.type == kind
+    return device.type not in ("cpu", "mps") and accelerator is not None and accelerator.type == device.type
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak memory allocated by tensors on a device, in bytes since the last reset; None where it is not counted."""
     return torch.accelerator.max_memory_allocated(device) if has_streams(device) else None
-
-
-def reset_peak_memory_bytes(device: torch.device) -> None:
-    """Reset the peak memory count of a device; does nothing where there is none."""
-    if has_streams(device):
-        torch.accelerator.reset_peak_memory_stats(device)
-
-
-def release_cached_memory() -> None:
-    """Give memory that torch keeps for later back to the accelerators."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and has_streams(accelerator):
-        torch.accelerator.empty_cache()
-
-
-def is_in_use(device: torch.device) -> bool:
-    """Whether this process has begun to use a type of accelerator, so that processes can't be forked from it."""
-    return device.type != "cpu" and torch.get_device_module(device).is_initialized()
-
-
-def device_name(device: torch.device) -> str:
-    """Describe a device for messages: `cpu`, or `cuda:1 (NVIDIA H200)`."""
-    model = device_model(device)
-    return str(device) if model == device.type else f"{device} ({model})"
 
 
 def device_model(device: torch.device) -> str:
@@ -105,13 +77,11 @@ def time_mark(device: torch.device) -> float | torch.Event:
     return event
 
 
-def seconds_between(start: float | torch.Event, end: float | torch.Event) -> float:
+def seconds_between(start: Any, end: Any) -> float:
     """Seconds between two marks of one device; waits for the second."""
-    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+    if isinstance(end, torch.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1000
-    assert isinstance(start, float)
-    assert isinstance(end, float)
     return end - start
 
 
@@ -130,12 +100,11 @@ def broadcast_coalesced(
 ) -> None:
     """Copy tensors to tensors of the same shapes on other devices, in few transfers.
 
-    Between different devices the sources are packed into flat buckets, once for all targets; one transfer per bucket
-    and target. On the same device one fused copy is enough. Call it under `torch.no_grad()`.
+    Call it under `torch.no_grad()`.
 
     Args:
         targets: for each copy tensors of one device, in the order of the sources.
-        bucket_bytes: maximum size of a bucket in bytes (a larger tensor gets a bucket of its own).
+        bucket_bytes: maximum size in bytes of what is packed into one transfer; a larger tensor goes by itself.
     """
     if not sources:
         return
@@ -242,47 +211,30 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         devices = [int(part) if part.isdigit() else part for part in devices.split(",")]
         devices = devices[0] if len(devices) == 1 and isinstance(devices[0], int) else devices
     if isinstance(devices, Sequence) and not isinstance(devices, str) and any(isinstance(d, str) for d in devices):
-        return _named_devices([str(name) for name in devices])
+        return [_named_device(str(name)) for name in devices]
     kind = accelerator_type(accelerator)
     available = num_available(kind)
-    if devices in ("auto", "-1", -1):
-        return _indexed(kind, range(available))
-    countable: Any = devices  # a configuration may hold anything
-    if not isinstance(countable, (int, Sequence)):
-        raise ConfigError(f"devices must be a count, a list or 'auto'; got {devices!r}. {ALLOWED}.")
-    if isinstance(devices, bool) or (isinstance(devices, int) and devices < 1):
-        raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
-    if isinstance(devices, int):
-        if devices > available and kind != "cpu":
+    given: Any = devices  # a configuration may hold anything
+    if given in ("auto", "-1", -1):
+        indices: Sequence[int] = range(available)
+    elif not isinstance(given, (int, Sequence)):
+        raise ConfigError(f"devices must be a count, a list or 'auto'; got {given!r}. {ALLOWED}.")
+    elif isinstance(given, bool) or (isinstance(given, int) and given < 1):
+        raise ConfigError(f"devices={given}: at least one device is needed. {ALLOWED}.")
+    elif isinstance(given, int):
+        if given > available and kind != "cpu":
             raise ConfigError(
-                f"devices={devices}: this machine has {available} of type {kind}. Give at most {available}."
+                f"devices={given}: this machine has {available} of type {kind}. Give at most {available}."
             )
-        return _indexed(kind, range(devices))
-    indices = [int(index) for index in devices]
-    if kind == "cpu" and indices:
-        names = ",".join(["cpu"] * len(indices))
-        raise ConfigError(
-            f"devices={indices}: the CPU has no indices. Give a count (devices={len(indices)}) or names "
-            f"(devices=[{names}])."
-        )
-    if not indices or any(not 0 <= index < available for index in indices):
-        raise ConfigError(
-            f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
-            f"{ALLOWED}."
-        )
-    return _indexed(kind, indices)
-
-
-def _indexed(kind: str, indices: Sequence[int]) -> list[torch.device]:
+        indices = range(given)
+    else:
+        indices = [int(index) for index in given]
+        if not indices or kind == "cpu" or any(not 0 <= index < available for index in indices):
+            raise ConfigError(
+                f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
+                f"{ALLOWED}."
+            )
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
-
-
-def _named_devices(names: list[str]) -> list[torch.device]:
-    indices = [name for name in names if name.isdigit()]
-    named = [_named_device(name) for name in names if name not in indices]  # first: it says which one is not a device
-    if indices:
-        raise ConfigError(f"devices=[{','.join(names)}] has indices and names. Give names only, such as cuda:0.")
-    return named
 
 
 def _named_device(name: str) -> torch.device:
@@ -300,17 +252,13 @@ def _named_device(name: str) -> torch.device:
 def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
     """Set a strategy's devices if they are given by name, which Lightning's trainer does not support.
 
-    Args:
-        strategy: a single-process strategy.
-        devices: the trainer's `devices=`. Names (`["cuda:0", "cpu"]`) may repeat and mix; LightningCLI gives text.
-
     Returns:
         Arguments for Lightning's trainer: `devices` and `accelerator` of the first device; none without names.
 
     Raises:
         ConfigError: the strategy does not accept device names, or a device does not exist.
     """
-    if isinstance(devices, str) and devices != "auto" and re.search("[a-z]", devices):
+    if isinstance(devices, str) and devices != "auto" and re.search("[a-z]", devices):  # of LightningCLI
         devices = [name.strip(" '\"") for name in devices.strip(" []").split(",")]
     names = [str(one) for one in devices] if isinstance(devices, (list, tuple)) else []
     if not any(map(_NAME.fullmatch, names)):

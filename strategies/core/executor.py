@@ -13,9 +13,6 @@ from torch.utils import _python_dispatch
 
 from .devices import current_stream, is_accelerator, on_device
 
-MOST_THREADS = 1024
-"""Threads of an executor, at most; one is started only where all others are at work."""
-
 
 def autocast_types() -> list[str]:
     """Device types of this machine. The autocast of the first where it is on goes for those where it is off."""
@@ -84,7 +81,8 @@ class Executor:
 
         devices = [pieces[queue[0]].device for queue in queues.values()]
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="replica")
+            # one is started only where all others are at work
+            self._pool = ThreadPoolExecutor(1024, thread_name_prefix="replica")
         given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
         threads = [self._pool.submit(work, *each) for each in given]
         wait(threads)  # none may still run when an error is raised

@@ -97,9 +97,6 @@ def _real_name(name: str, aliases: dict[str, str]) -> str | None:
 def verify_version(installed: str | None = None) -> None:
     """Refuse a version of Lightning whose Trainer this project can't extend.
 
-    Args:
-        installed: the version; None reads the running package's.
-
     Raises:
         ImportError: the version is not among the supported ones.
     """
@@ -128,19 +125,26 @@ def verify_family(*objects: object) -> None:
     """
     from .errors import ConfigError
 
+    running: str = importlib.import_module("pytorch_lightning").__name__
+    others = tuple(
+        f"{name}." for pair in STANDALONE.items() for name in pair if ("." in name) != running.startswith("lightning.")
+    )
     for value in objects:
         cls: type = value if isinstance(value, type) else type(value)
-        if foreign := _foreign_base(cls):
+        for foreign in (base for base in cls.__mro__ if base.__module__.startswith(others)):
             unset = f" and unset {SWITCH}" if os.environ.get(SWITCH) == "0" else ""
             raise ConfigError(
                 f"{cls.__name__} derives from {foreign.__module__.partition('.')[0]}'s {foreign.__name__}, and Evener "
-                f"runs {_running()} here, which is a different package. Import evener before either of them{unset}: "
+                f"runs {running} here, which is a different package. Import evener before either of them{unset}: "
                 "then both names mean the same package."
             )
 
 
-class _AliasFinder(MetaPathFinder):
-    """Finds every module of an alias as the module of the real package."""
+class _AliasFinder(MetaPathFinder, Loader):
+    """Finds and loads every module of an alias as the module of the real package.
+
+    It also finds `lightning` where only `pytorch_lightning` is installed; `Fabric` comes from lightning_fabric.
+    """
 
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
@@ -152,18 +156,34 @@ class _AliasFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if real := _real_name(fullname, self._aliases):
             self._warn()
-            if fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None:
-                return ModuleSpec(fullname, _AliasLoader(real), is_package=True)
+            is_there = fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None
+        else:
+            is_there = fullname == "lightning" and "lightning.pytorch" in self._aliases
+            is_there = is_there and PathFinder.find_spec(fullname) is None
+        return ModuleSpec(fullname, self, is_package=True) if is_there else None
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if (real := _real_name(spec.name, self._aliases)) is None:
             return None
-        if fullname == "lightning" and "lightning.pytorch" in self._aliases and PathFinder.find_spec(fullname) is None:
-            return ModuleSpec(fullname, _FaceLoader(), is_package=True)
-        return None
+        module = importlib.import_module(real)
+        spec.loader_state = module.__spec__
+        return module
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        spec: Any = module.__spec__  # the import system has set the alias's
+        if spec.loader_state is not None:
+            module.__spec__ = spec.loader_state
+            return
+        vars(module)["__getattr__"] = _lightnings
+        importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
+        importlib.import_module("lightning.pytorch")
 
     def _warn(self) -> None:
-        if self._warned:
-            return
+        """Say once which of two installed versions runs."""
+        versions = {name: _version(name) for name in ("pytorch-lightning", "lightning") if not self._warned}
         self._warned = True
-        versions = {name: _version(name) for name in ("pytorch-lightning", "lightning")}
         if None not in versions.values() and len(set(versions.values())) > 1:
             real = "lightning" if "pytorch_lightning" in self._aliases else "pytorch-lightning"
             log.warning(
@@ -172,52 +192,9 @@ class _AliasFinder(MetaPathFinder):
             )  # fmt: skip
 
 
-class _AliasLoader(Loader):
-    """Loads a module as the one of another name."""
-
-    def __init__(self, real: str) -> None:
-        self._real = real
-        self._spec: ModuleSpec | None = None
-
-    @override
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._real)
-        self._spec = module.__spec__
-        return module
-
-    @override
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has set the alias's
-
-
-class _FaceLoader(Loader):
-    """Stands for `lightning` where only `pytorch_lightning` is installed; `Fabric` comes from lightning_fabric."""
-
-    @override
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    @override
-    def exec_module(self, module: ModuleType) -> None:
-        def get(name: str) -> Any:
-            package = "lightning_fabric" if name == "Fabric" else "pytorch_lightning"
-            return getattr(importlib.import_module(package), name)
-
-        vars(module)["__getattr__"] = get
-        importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
-        importlib.import_module("lightning.pytorch")
-
-
-def _foreign_base(cls: type) -> type | None:
-    """The class's first base that comes from the package of Lightning that does not run here."""
-    unified = _running().startswith("lightning.")
-    others = [name for pair in STANDALONE.items() for name in pair if name.startswith("lightning.") != unified]
-    prefixes = tuple(f"{name}." for name in others)
-    return next((base for base in cls.__mro__ if base.__module__.startswith(prefixes)), None)
-
-
-def _running() -> str:
-    return importlib.import_module("pytorch_lightning").__name__
+def _lightnings(name: str) -> Any:
+    """What `lightning` exports."""
+    return getattr(importlib.import_module("lightning_fabric" if name == "Fabric" else "pytorch_lightning"), name)
 
 
 def _version(distribution: str) -> str | None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from .module_checks import metrics_of
-from .module_log import lightning_modules, log_nothing, module_log, received
 
 LIGHTNING_KEYS = frozenset(vars(pl.LightningModule()))
 """Attributes that every module has."""
@@ -66,37 +65,6 @@ def _contained(holders: Iterable[Any]) -> Iterator[Any]:
                 left += [child] if len(child) <= MOST_ELEMENTS else []
                 if type(child) is not tuple:
                     yield child
-
-
-@contextmanager
-def untraced_step(module: pl.LightningModule, silent: bool = False) -> Generator[list[tuple[Metric, dict[str, Any]]]]:
-    """Run a step with weight zero: its attributes stay, as on ranks that have samples, and it leaves no other trace.
-
-    Buffers and metric states are restored, logged values get no weight, and what the step appended to lists of the
-    module (`self.training_step_outputs.append(...)`) is removed.
-
-    Args:
-        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
-
-    Yields:
-        The metrics in the module, each with the attributes that will be restored.
-    """
-    buffers = [(part._buffers, dict(part.named_buffers(recurse=False))) for part in module.modules()]
-    kept = Kept((), [(buffer, copied(buffer)) for buffer in module.buffers()])
-    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
-    logs = map(module_log, lightning_modules(module))
-    try:
-        with (
-            kept_metrics(module) as metrics,
-            received((log, log_nothing if silent else log.without_weight) for log in logs),
-        ):
-            yield metrics
-    finally:
-        for own, before in buffers:  # the step may have put others in their place
-            own.update(before)
-        kept.restore()
-        for value, length in lists:
-            del value[length:]
 
 
 @contextmanager

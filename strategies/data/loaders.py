@@ -48,7 +48,7 @@ class RankLoaders:
         smallest: minimum samples of a rank in training, if it has any.
         in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
         divides: the cuts made for training; their policy may change during training.
-        num_together: ranks among which a global batch is computed, where each of them reads all of it.
+        joined: ranks that compute a global batch of which each reads all, as if it were the only one.
         is_whole: whether the first rank takes the batches of loaders of a role whole, see `RankBatches`; as far as is
             known, unless it looks at the step.
     """
@@ -64,7 +64,7 @@ class RankLoaders:
     structure_of: Callable[[Any], BatchStructure] = lambda loader: BatchStructure()
     in_step: bool = False
     divides: list[Divide] = field(default_factory=list)
-    num_together: int = 0
+    joined: int = 1
     is_whole: Callable[[LoaderRole, bool], bool | None] = lambda role, _: False if role == "evaluate" else None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
@@ -95,7 +95,7 @@ class RankLoaders:
         if self.batch_size_is == "global":
             cut = self._divide(role)
         else:
-            cut = Deal(spread=role != "predict", smallest=self.smallest if role == "train" else 1)
+            cut = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
         return self._cut(loader, cut, self._joins(role), is_whole)
 
@@ -104,7 +104,7 @@ class RankLoaders:
         size: Any = None if combined is None else getattr(combined.flattened[0], "batch_size", None)
         if not isinstance(size, int):
             return
-        divided, num = self.batch_size_is == "global", self.num_together or self.num_ranks
+        divided, num = self.batch_size_is == "global", self.num_ranks * self.joined
         parts = self.policy.sizes(size, num) if divided else [size] * num
         uneven = f"{' + '.join(map(str, parts))} samples on {len(parts)} ranks"
         made_up = uneven if len(set(parts)) > 1 else f"{len(parts)} ranks × {parts[0]} samples"
@@ -155,7 +155,7 @@ class RankLoaders:
         return clone
 
     def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
-        if self.batch_size_is == "global":
+        if self.batch_size_is == "global" or self.joined > 1:
             return self._stream(loader, role)
         dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
         return self._lockstep(dealt) if role == "train" else dealt
@@ -166,6 +166,10 @@ class RankLoaders:
             ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
             is_whole = partial(self.is_whole, role, True)
             return Divided(loader, self.strategy, *ranks, is_whole, structure=self.structure_of(loader))
+        if self.joined > 1:
+            raise ConfigError(
+                "global_view joins a loader's batches by indices, which this one lacks. Set batch_size_is=global."
+            )
         loader = self._seeded(loader) if isinstance(loader, DataLoader) else loader
         return self._lockstep(loader) if joins else loader
 

@@ -17,7 +17,7 @@ beside others of which ranks may have other fractions.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, TypeAlias
@@ -47,11 +47,15 @@ _DRAWS_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weighte
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of one global batch: its samples, those of all ranks, and whether any rank has none."""
+    """This rank's part of one global batch: its samples, those of all ranks, and whether any rank has none.
+
+    The number of the batch in its pass is None where ranks read streams of their own.
+    """
 
     num: float
     total: float
     some_empty: bool = field(default=False, compare=False)
+    step: int | None = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
@@ -62,6 +66,15 @@ class Pass:
     """Of the batches that nobody has taken the share of yet; the consumer takes them from the left."""
     positions: list[int] = field(default_factory=list[int])
     """Of each batch with samples among all ranks' parts."""
+
+    def takes(self, step: int, sizes: Sequence[int], rank: int, joins: bool) -> bool:
+        """Note a rank's part of a global batch; False if it has none, and does not join the others' step."""
+        if not (sizes[rank] or joins):
+            return False
+        self.shares.append(Share(sizes[rank], sum(sizes), 0 in sizes, step))
+        if sizes[rank]:
+            self.positions.append(step * len(sizes) + rank)
+        return True
 
 
 class Passes:
@@ -92,21 +105,25 @@ class Deal:
     Args:
         spread: split the largest units of an incomplete last global batch, so that every rank has a part.
         smallest: minimum samples of a part that is split off; BatchNorm can't train on one.
+        joined: units that make one part: the only rank that reads takes those of all that compute.
     """
 
     spread: bool
     smallest: int = 1
+    joined: int = 1
 
     def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
         """Yield, for each global batch, one part per rank (an empty list for a rank without samples)."""
-        while group := list(islice(units, num_ranks)):
+        while group := list(islice(units, num_ranks * self.joined)):
+            if self.joined > 1:
+                group = [[index for unit in group for index in unit]]
             if self.spread and len(group) < num_ranks:
                 _spread(group, num_ranks, self.smallest)
             yield group + [[]] * (num_ranks - len(group))
 
     def count(self, num_units: int, num_ranks: int) -> int:
         """Number of global batches in `num_units` units."""
-        return -(-num_units // num_ranks)
+        return -(-num_units // (num_ranks * self.joined))
 
 
 @dataclass
@@ -197,23 +214,15 @@ class RankBatches(Sampler[Any]):
     def placed(self) -> Iterator[tuple[int, Unit]]:
         """Yield this rank's parts, each with the place of its first sample in the order of all samples."""
         self.passes.latest = now = Pass()
-        rank, nums, share = self.rank, list[int](), Share(0, 0)
-        start = before = total = 0
+        rank, start = self.rank, 0
         units, is_whole = in_one_order(self.units, rank, self.agree), self.is_whole and self.is_whole()
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
             if is_whole or (is_whole is not None and not all(parts)):
                 parts = [[index for part in parts for index in part], *[[]] * (self.num_ranks - 1)]
-            sizes = [len(part) if type(part) is list else num_samples(part) for part in parts]
-            if sizes != nums:  # as only a few batches are cut in another way than the one before
-                nums, before, total = sizes, sum(sizes[:rank]), sum(sizes)
-                share = Share(sizes[rank], total, not all(sizes))
-            first, start = start + before, start + total
-            if not share.num and not self.joins:
-                continue
-            now.shares.append(share)
-            if share.num:
-                now.positions.append(step * self.num_ranks + rank)
-            yield first, parts[rank] if share.num else _stand_in(parts, bool(is_whole))
+            sizes = list(map(num_samples, parts))
+            first, start = start + sum(sizes[:rank]), start + sum(sizes)
+            if now.takes(step, sizes, rank, self.joins):
+                yield first, parts[rank] if sizes[rank] else _stand_in(parts, bool(is_whole))
 
     def __len__(self) -> int:
         """Number of steps, the same on every rank."""

@@ -62,9 +62,7 @@ class RankShares:
         if combined is not None and len(sources) > 1 and combined._mode == "sequential":
             sources = sources[dataloader_idx : dataloader_idx + 1]
         shares = [share for source in sources if source is not None and (share := self._next(source, combined))]
-        share = shares[0] if shares else None
-        if share is not self.current:
-            self._become(share)
+        self._become(shares[0] if shares else None)
         self._parts = {share.num / share.total for share in shares} if len(sources) > 1 else set()
         if trains:
             self.scale = self.weight

@@ -146,13 +146,9 @@ class Divided(Stream):
             own = None if is_whole or (is_whole is not None and 0 in sizes) else self._part(batch, sizes)
             if own is None:
                 own, sizes = batch, [total, *[0] * (self.num_ranks - 1)]
-            if not sizes[self.rank] and not self.joins:
-                continue
-            now.shares.append(Share(sizes[self.rank], total, 0 in sizes))
-            if sizes[self.rank]:
-                now.positions.append(step * self.num_ranks + self.rank)
-            yield own
-            self.first_batch = None
+            if now.takes(step, sizes, self.rank, self.joins):
+                yield own
+                self.first_batch = None
 
     def _part(self, batch: Batch, sizes: list[int]) -> Batch | None:
         """This rank's part of a batch, or samples to stand in for it; None if the batch is better left whole."""

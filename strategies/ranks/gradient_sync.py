@@ -23,7 +23,6 @@ from ..batch.whole.gathering import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.patching import replaced
-from ..data.loaders import RankLoaders
 from ..distributed.options import name_unused_parameters
 from ..distributed.same_weights import verify_same_layout
 
@@ -44,14 +43,12 @@ class GradientSync:
         changes_evaluation: whether there is something to do around a step of evaluation.
         changes_update: whether there is something to do around an optimizer's step.
         seen_ranks: the ranks that a run sees, where they are not those that train together.
-        loaders_of: makes what makes a rank's loaders.
         computes_whole: how ranks compute whole batches, for the log.
     """
 
     evaluates_together = changes_evaluation = changes_update = False
     computes_whole = "each rank computes its part of a batch at once"
     seen_ranks: SimulatedRanks | None = None
-    loaders_of: Callable[..., RankLoaders] = RankLoaders
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
         self._strategy = strategy
@@ -64,6 +61,9 @@ class GradientSync:
 
     def begin_streams(self) -> None:
         """Learn that random numbers are about to be drawn; each rank has its own."""
+
+    def make_whole(self) -> None:
+        """Put a module together that an evaluation has cut: steps of training are compared with whole parameters."""
 
     @property
     def _wrapper(self) -> DistributedDataParallel | None:

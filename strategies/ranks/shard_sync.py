@@ -103,8 +103,8 @@ class ShardSync(GradientSync):
         if strategy.group.coordinator is not None:
             strategy.group.coordinator.heartbeat.count_calls = lambda: order.num
 
+    @override
     def make_whole(self) -> None:
-        """Put a module together that an evaluation has cut: steps of training are verified with whole parameters."""
         shards = sharded(self._strategy.module)
         if shards is not None and not shards.is_for_training:
             shards.verify_same(self._options)
@@ -142,9 +142,9 @@ class ShardSync(GradientSync):
 
     def _parts(self, module: nn.Module, shard: Shard) -> list[str]:
         """The parts that are gathered one by one; `auto` leaves out what steps need otherwise."""
-        contract = self._strategy.contract
-        parts = part_names(module, shard, contract.uneven)
-        left = [name for name in parts if shard == "auto" and name in contract.outside]
+        whole = self._strategy.whole_batches
+        parts = part_names(module, shard, whole.uneven)
+        left = [name for name in parts if shard == "auto" and name in whole.outside]
         if left:
             rank_zero_info(
                 f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "

@@ -1,8 +1,8 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import fsum
 from typing import TYPE_CHECKING, Any
@@ -11,37 +11,27 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import RunningStage
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from ..batch.exact.cuts import MOST_SAMPLES
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.plans import Plan
-from ..batch.exact.verdict import Views
-from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.layout import SingleLayout
 from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
-from ..batch.run_structures import num_evaluated
-from ..batch.samples import FewSamples, chosen_loaders
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
-from ..batch.whole.whole_steps import WholeSteps
-from ..core.errors import ConfigError, PartsDiffer
+from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
-from ..core.module_checks import is_plain
-from ..core.module_state import untraced_step
-from ..core.patching import Replacement, replaced
-from ..core.rng import random_state, set_random_state, swapped_random_state
+from ..core.module_log import lightning_modules, log_nothing, module_log, received
+from ..core.module_state import Kept, copied, kept_metrics
+from ..core.patching import replaced
 from ..core.types import Batch
-from ..data.loaders import LoaderRole, goes_whole, positions
-from ..data.shares import RankShares, verify_side_by_side
-from ..data.streams import Divided
+from ..data.shares import RankShares
 from ..distributed.metrics.part_numbers import Part
 from ..distributed.metrics.sync import MetricSync, RunMetrics
-from ..distributed.objects import broadcast_object, gather_objects
+from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.sync_batchnorm import SyncedBatchNorm
 from .batch_rows import BatchRows
@@ -55,34 +45,21 @@ _STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 class RankStep(StepContract):
     """What a rank does in a step beside Lightning's part.
 
-    Args:
-        verify: whether a module is refused that trains otherwise in parts of a batch than on the whole one.
-
     Attributes:
         shares: this rank's share of the current batch.
         metrics: computes the values of metrics over all ranks in a run.
-        uneven: the submodules that ranks may call otherwise than each other, as far as is known.
-        outside: those of which a step uses parameters outside of their forward, as far as is known.
         evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
-        whole: the steps whose batches the first rank computes.
-        looked_at: the loop of an evaluation that has begun, whose batches show what a step makes of parts.
     """
 
-    def __init__(self, strategy: "RankStrategy", verify: bool) -> None:
+    def __init__(self, strategy: "RankStrategy") -> None:
         self._strategy = strategy
-        self._verifies, self._is_verified, self._was_early = verify, True, False
-        self._samples: FewSamples | None = None
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
         self._rows = BatchRows(strategy)
         self.metrics = RunMetrics()
-        self.whole = WholeSteps()
-        self._evaluation_loop: Any = None
-        self.looked_at: Any = None
         self._num_evaluated: Counter[int] = Counter()
-        self.evaluated, self.uneven = (0, 0), set[str]()
-        self.outside: Collection[str] = ()
+        self.evaluated = 0, 0
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -95,13 +72,9 @@ class RankStep(StepContract):
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
-        self.whole = WholeSteps(name, "on the first rank", self._strategy.whole_steps.allowed)
-        self.looked_at = None
-        self._was_early, self._samples = False, None
-        weighs = weighs_in_loop(trainer)
-        self._is_verified = plans is not None or (num_ranks == 1 and not (self._strategy.layout.cut_by or weighs))
+        self._strategy.whole_batches.begin_run(plans)
         self._strategy.layout.reader = self.reader = LossReader(name)
-        if plans and weighs:
+        if plans and weighs_in_loop(trainer):
             self.reader.take(plans[0], self._module)
         self.metrics.begin(num_ranks == 1, self._part)
         self._count_ranks(num_ranks)
@@ -118,10 +91,9 @@ class RankStep(StepContract):
         self.metrics.sync.is_whole = num_ranks == 1
         self._count_ranks(num_ranks)
 
-    def begin_pass(self, evaluation: Any) -> None:
-        """Begin a pass over loaders; `evaluation` is the loop that evaluates."""
+    def begin_pass(self) -> None:
+        """Begin a pass over loaders."""
         self.metrics.sync.begin_pass(self._module)
-        self._evaluation_loop = evaluation
         self._num_evaluated.clear()
 
     def _part(self) -> Part:
@@ -158,10 +130,10 @@ class RankStep(StepContract):
                 shares.begin_batch(combined, dataloader_idx)
             return
         trains, metrics = stage is RunningStage.TRAINING, self.metrics
-        combined: Any = (trainer.fit_loop if trains else self._evaluation_loop)._combined_loader
+        combined: Any = (trainer.fit_loop if trains else trainer._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
         metrics.steps.begin_batch(shares.counts)
-        step = 0 if trains else self._begin_evaluated(combined, dataloader_idx)
+        step = 0 if trains else self._begin_evaluated(dataloader_idx)
         if not trains and not shares.counts:  # the rank only joins in what the steps of others need
             return
         if metrics.sync.watched:
@@ -169,16 +141,14 @@ class RankStep(StepContract):
             # Lightning counts a training batch after this
             metrics.sync.begin_batch((num_trained + 1, 0, 0) if trains else (num_trained, dataloader_idx, step))
 
-    def _begin_evaluated(self, combined: Any, loader: int) -> int:
+    def _begin_evaluated(self, loader: int) -> int:
         """Learn which global batch of a loader is next, and return its number; -1 if the order of ranks is unknown."""
-        number, shares, places = self._num_evaluated[loader], self.shares, positions(combined.flattened[loader])
+        shares = self.shares
+        known = None if shares.current is None else shares.current.step
+        self.evaluated = loader, self._num_evaluated[loader] if known is None else known
         self._num_evaluated[loader] += shares.counts
-        own = places if places is not None and shares.counts else []
-        # it may end before one that is read beside it
-        step = own[number] // self._strategy.world_size if number < len(own) else number
-        self.evaluated = loader, step
         self._strategy.structures.lists.begin_batch(self.evaluated, 1.0 if shares.num is None else shares.num)
-        return -1 if places is None else step
+        return -1 if known is None else known
 
     def others_run(self, call: str) -> bool:
         """Whether other ranks make a call, too; refuse it if some, without samples of what is evaluated, don't."""
@@ -217,11 +187,8 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         reader.values.begin()
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
-        if not self._is_verified and self.compares_together:
-            strategy.sync.evaluate(partial(self._verify, (), together=True))
-            self._samples = None
-        elif not self._is_verified:
-            self._verify(args)
+        if strategy.whole_batches.is_open:
+            strategy.whole_batches.in_step(args)
         is_manual = not module.automatic_optimization
         if is_manual:
             self._verify_parts(args[0])  # the step itself steps the optimizer
@@ -248,99 +215,12 @@ class RankStep(StepContract):
         trainer, structures = self._trainer, self._strategy.structures
         self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
-    @property
-    def compares_together(self) -> bool:
-        """Whether parameters are cut, or without values before they are: all ranks compare steps, in the first one."""
-        return self._strategy.sync.evaluates_together and not all(map(is_plain, self._module.parameters()))
-
-    def verify_early(self, again: Collection[bool]) -> None:
-        """Find out by what losses divide before the module is cut over the ranks, or wrapped.
-
-        If it can't be compared yet it is tried `again`, see `verified`.
-        """
-        if not (self._is_verified or self._was_early):
-            self._was_early = True
-            loop, self._before = self._trainer.fit_loop, random_state()
-            loop.setup_data()
-            if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
-                set_random_state(self._before)
-            verify_side_by_side(loop._combined_loader, self._strategy.strategy_name, loop.max_batches)
-            combined = loop._combined_loader
-            if not self._is_verified and self._strategy.sync.evaluates_together and combined is not None:
-                for loader in combined.flattened:  # in the first step it is too late
-                    if (look_ahead := getattr(loader, "look_ahead", None)) is not None:
-                        look_ahead()
-                self._choose_samples()
-            if not self._is_verified:  # of a stream that was read
-                self._verify((), again)
-
-    def _choose_samples(self) -> None:
-        """Choose the samples that all ranks compute together, if they do."""
-        if self.compares_together and self._samples is None:
-            with suppress(Exception):  # samples can't be chosen
-                loop = self._trainer.fit_loop
-                self._samples = FewSamples(self._module, loop, 0, MOST_SAMPLES, share=broadcast_object)
-
-    def begin_training(self) -> None:
-        """Compare steps of training once the first epoch's hooks have run, if that could not be done before them."""
-        loop: Any = self._trainer.fit_loop
-
-        def begin(call_hooks: Callable[[], Any]) -> None:
-            starts.remove()
-            call_hooks()
-            sources = (getattr(one, "rank_batches", one) for one in loop._combined_loader.flattened)
-            can_be_whole = all(getattr(one, "is_whole", None) for one in sources)
-            if self._is_verified or loop.epoch_loop.batch_progress.current.ready or not can_be_whole:
-                return  # until the first step, which refuses a module that needs whole batches
-            self._choose_samples()
-            self._settle("training_step", None, self._verify_again)
-            if "training_step" in self.whole.names:  # the first batches were perhaps read in parts
-                with swapped_random_state(self._before):
-                    iter(loop._data_fetcher)
-
-        if not self._is_verified and self._strategy.world_size > 1:
-            starts = Replacement(loop, "on_advance_start", begin)
-
-    def _verify_again(self, views: Views) -> None:
-        together = self.compares_together
-        verify = partial(self._verify, (), (False,), views, together)  # else whole batches are right in any case
-        self._strategy.sync.evaluate(verify) if together else verify()
-
-    def _verify(
-        self, args: Sequence[Any], again: Collection[bool] = (), views: Views | None = None, together: bool = False
-    ) -> None:
-        """Find out by what losses divide, on rank 0 for all: in the first step, or before with no `args`."""
-        strategy = self._strategy
-        takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-        args = args or (None, *(0,) * takes_index)
-        self._is_verified = True
-        views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
-        is_first = strategy.global_rank == 0
-        found = verified(
-            strategy, views, self._verifies, args, broadcast_object, is_first, again=again, together=together,
-            samples=self._samples,
-        )  # fmt: skip
-        self.uneven, self.outside = found.uneven, found.outside
-        if found.waits(again):
-            self._is_verified = False
-            return
-        self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
-        if self._module.automatic_optimization:
-            self.reader.take(found.plans[0], self._module)
-        elif self._verifies and not all(plan.is_of_samples for plan in found.plans):
-            raise PartsDiffer(
-                f"{strategy.strategy_name}: in manual optimization ranks weight a loss by samples, and one is no mean "
-                "over samples. Compute it in evener.over_batch(fn)(...), or leave out global_view=false."
-            )
-        if found.unused:
-            strategy.sync.expect_unused()
-
     def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy = self._strategy
         plugin = strategy.precision_plugin
         with among(self._rows), nullcontext() if type(plugin) is Precision else plugin.train_step_context():
             run = partial(self._train_in_layout, *args, **kwargs)
-            return strategy.sync.train(strategy.whole_steps.run, "training_step", run)
+            return strategy.sync.train(strategy.whole_batches.of_chunks.run, "training_step", run)
 
     def _train_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
@@ -363,74 +243,11 @@ class RankStep(StepContract):
         if not self.stands_in():
             call = partial(layout.step, step, *args, **kwargs)
             if layout.cuts_evaluation(step) or step == "predict_step":
-                return self._strategy.whole_steps.run(step, call)
+                return self._strategy.whole_batches.of_chunks.run(step, call)
             return self.reader.values.recorded(step, self.evaluated[0], self._module, call)
         with zero_weight_step(self._module, self.metrics.sync, silent=True):
             getattr(self._module, step)(*args, **kwargs)
         return None
-
-    def begin_evaluation(self) -> None:
-        """Begin an evaluation, whose step is looked at once the hooks of its epoch's start have run."""
-        loop = self._evaluation_loop
-
-        def begin(call_hooks: Callable[[], Any]) -> None:
-            starts.remove()
-            call_hooks()
-            known, self.looked_at = set(self.whole.names), loop
-            self.is_whole("evaluate")
-            has_begun = loop._data_fetcher.length is None or any(
-                getattr(one, "num_workers", 0) for one in loop._combined_loader.flattened
-            )
-            if has_begun and self.whole.names != known:
-                loop.reset()  # the first batches were read in parts
-
-        starts = Replacement(loop, "_on_evaluation_epoch_start", begin)
-
-    def is_whole(self, role: LoaderRole, looks: bool = True) -> bool | None:
-        """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
-        trainer = self._strategy.trainer
-        if role == "train":
-            if looks and not self._is_verified and self._strategy.world_size > 1 and not self.compares_together:
-                self._settle("training_step", None, partial(self._verify, (), (True, False)))
-            return "training_step" in self.whole.names or None
-        predicts = role == "predict"
-        step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
-        loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
-        if loop is trainer._active_loop and (predicts or loop is self.looked_at):
-            for loader in range(num_evaluated(loop)):
-                streams = [one for one in chosen_loaders(loop._combined_loader, loader) if isinstance(one, Divided)]
-                if all(one.first_batch is not None for one in streams):
-                    self._settle(step, loop, partial(self._find, step, loader))
-        return step in self.whole.names or (None if predicts else goes_whole(loop._combined_loader))
-
-    def _find(self, step: str, loader: int, views: Views) -> None:
-        """Find how what a step of evaluation logs follows from parts, on rank 0 for all where it can."""
-        strategy = self._strategy
-        find = partial(find_evaluated, strategy, views, step, loader, self.whole.allowed)
-        if strategy.sync.evaluates_together:
-            strategy.sync.evaluate(partial(find, together=True))
-        else:
-            find(broadcast_object, strategy.global_rank == 0)
-
-    def _settle(self, step: str, evaluation: Any, find: Callable[[Views], None]) -> None:
-        """Find how parts of a step's batches make these; what they don't make gets whole ones, of ranks or chunks."""
-        strategy, trains = self._strategy, evaluation is None
-        is_whole = not trains and step != "predict_step" and goes_whole(evaluation._combined_loader)
-        while True:
-            chunks = bool(strategy.layout.cut_by) if trains else strategy.layout.cuts_evaluation(step)
-            views = Views(strategy.world_size > 1 and not is_whole and step not in self.whole.names, chunks)
-            if not any(views):
-                return
-            try:
-                find(views)
-            except PartsDiffer as exc:
-                (strategy.whole_steps if exc.in_chunks or not views.ranks else self.whole).take(step, exc)
-                if exc.unused:
-                    strategy.sync.expect_unused()
-                if exc.plans and trains and weighs_in_loop(self._trainer):
-                    self.reader.take(exc.plans[0], self._module)
-            else:
-                return
 
     @override
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
@@ -501,16 +318,32 @@ class RankStep(StepContract):
 
 @contextmanager
 def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool = False) -> Generator[None]:
-    """Run a step with weight zero: it leaves no trace, and synchronized BatchNorm layers and metrics don't count it.
+    """Run a step with weight zero: its attributes stay, as on ranks that have samples, and it leaves no other trace.
 
-    In an evaluation, where ranks may log different names, it is `silent`: it logs nothing at all.
+    Buffers and metrics are restored, none of those that ranks synchronize counts the step, what it logs has no weight,
+    and what it appends to lists of the module is removed.
+
+    Args:
+        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
     """
-    with ExitStack() as stack:
-        for layer in module.modules():
-            if isinstance(layer, SyncedBatchNorm):
-                stack.enter_context(replaced(layer, "counts", False))
-        metrics = stack.enter_context(untraced_step(module, silent))
-        for _, state in metrics:
-            del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
-        stack.enter_context(sync.counting(metrics))
-        yield
+    buffers = [(part._buffers, dict(part.named_buffers(recurse=False))) for part in module.modules()]
+    kept = Kept((), [(buffer, copied(buffer)) for buffer in module.buffers()])
+    lists = [(value, len(value)) for value in vars(module).values() if type(value) is list]
+    logs = map(module_log, lightning_modules(module))
+    try:
+        with ExitStack() as stack:
+            for layer in module.modules():
+                if isinstance(layer, SyncedBatchNorm):
+                    stack.enter_context(replaced(layer, "counts", False))
+            metrics = stack.enter_context(kept_metrics(module))
+            stack.enter_context(received((log, log_nothing if silent else log.without_weight) for log in logs))
+            for _, state in metrics:
+                del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
+            stack.enter_context(sync.counting(metrics))
+            yield
+    finally:
+        for own, before in buffers:  # the step may have put others in their place
+            own.update(before)
+        kept.restore()
+        for value, length in lists:
+            del value[length:]

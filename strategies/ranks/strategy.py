@@ -25,15 +25,15 @@ from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import Layout, SingleLayout, drop_layout
 from ..batch.run_structures import RunStructures
 from ..batch.whole.gathering import gathered, simulated_ranks
-from ..batch.whole.whole_steps import STEPS, GlobalView, WholeSteps, tell_whole
-from ..core.errors import ConfigError, PartsDiffer
+from ..batch.whole.whole_steps import STEPS, GlobalView
+from ..core.errors import ConfigError
 from ..core.loop_contract import evaluation_step, run_backward
 from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters, unwrapped
 from ..core.options import Positive, checked
 from ..core.patching import replaced
-from ..core.rng import random_state, seed_rank, set_random_state
+from ..core.rng import seed_rank
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.environment import kubeflow, num_processes
@@ -53,6 +53,7 @@ from ..sharding.optimizer_shards import OptimizerShards, verify_elementwise
 from .deciders import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep
+from .whole_batches import WholeBatches
 
 
 class RankStrategy(pl_strategies.DDPStrategy):
@@ -61,6 +62,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     group: what ranks do together, every wait bounded
     layout: how this process uses its devices
     contract: this rank's steps
+    whole_batches: which of them get whole batches
     sync: how gradients become those of the global batch
     balance: shares of the ranks
 
@@ -85,9 +87,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     stage_options: StageOptions | None = None
     """How a process cuts its copy of the module across its devices; None if they hold replicas of it."""
-
-    whole_sync: Callable[[], GradientSync] | None = None
-    """Makes what gives all ranks whole batches; None if they have these already, or are not to."""
 
     global_view: GlobalView = False
 
@@ -121,7 +120,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._gather_lists_mb = gather_lists_mb
         self.batch_size_is: BatchSizeIs = batch_size_is
         self.recompute = Recompute(recompute, self.strategy_name)
-        self.contract = RankStep(self, verify)
+        self.whole_batches = WholeBatches(self, verify)
+        self.contract = RankStep(self)
         self.sync = GradientSync(self)
         self.balance = RankBalance(self.strategy_name)
         self._given_start_method: StartMethod | None = start_method
@@ -131,36 +131,15 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._deciders = ExitStack()
         self._loaders: RankLoaders | None = None
         self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
-        self.whole_steps = WholeSteps(self.strategy_name)
 
-    def _allow_view(self, view: GlobalView, whole: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
-        """Have steps see whole batches, or allow it where a module needs it.
-
-        Args:
-            view: what was asked for.
-            whole: makes what computes them, each rank some rows of them or all.
-            others: options with which ranks compute all rows, and whether they were given.
-        """
-        self.global_view = view
-        self.whole_steps = WholeSteps(self.strategy_name, "on the first device of each rank", view is not False)
-        given = [name for name, is_given in others.items() if is_given]
-        if view is True and given:
-            raise ConfigError(
-                f"{self.strategy_name}: global_view=true computes the whole batch as strategy=ddp or strategy=fsdp "
-                f"with one device per process does. Leave out {', '.join(given)}."
-            )
-        if view is True:
-            self._take_whole(whole(True))
-        elif view == "auto":
-            self.whole_sync = partial(whole, not given)
-
-    def _take_whole(self, sync: GradientSync) -> None:
+    def take_whole(self, sync: GradientSync) -> None:
         """Give all ranks whole batches: what divides these, or joins what ranks have of them, has nothing to do."""
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         self._layer_sync, self._syncs_batchnorm = None, False
-        self.sync, self.whole_sync, self.balance = sync, None, RankBalance(self.strategy_name)
-        self.whole_steps.names |= STEPS
+        self.sync, self.balance = sync, RankBalance(self.strategy_name)
+        self.whole_batches.make_sync = None
+        self.whole_batches.of_chunks.names |= STEPS
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
@@ -255,9 +234,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
         super().setup_environment()
         give_same_weights(self.module, self.root_device)
         self.sync.begin_streams()
-        self._begin_loaders()  # a module's `setup` may ask for its loaders, as `estimated_stepping_batches` does
+        self.begin_loaders()  # a module's `setup` may ask for its loaders, as `estimated_stepping_batches` does
 
-    def _begin_loaders(self) -> None:
+    def begin_loaders(self) -> None:
+        """Forget the loaders of an earlier run, or of other ranks."""
         trainer = self.trainer
         self.balance.begin(self.world_size)
         connector = trainer._accelerator_connector
@@ -358,8 +338,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
         if self.sync.seen_ranks is None:
-            self.whole_steps.names.clear()
-        self.layout.whole = self.whole_steps
+            self.whole_batches.of_chunks.names.clear()
+        self.layout.whole = self.whole_batches.of_chunks
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)
@@ -367,38 +347,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.contract.begin_run(trainer)
         if self.sync.evaluates_together and trainer.state.fn == TrainerFn.FITTING:
             self.precision_plugin.convert_module(self.module)  # as it trains; Lightning does so once more
-            self._choose_sync()
+            self.whole_batches.before_wrapping()
         self._place(trainer)
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         for module in lightning_modules(self.module):
             module_log(module)
         self.layout.begin(trainer, self.structures)
-
-    def _choose_sync(self) -> None:
-        """Have steps see whole batches, where the module trains otherwise in parts of them; before it is wrapped."""
-        before = random_state()
-        try:
-            # once it is cut all ranks compute a step, which shows nothing of one that calls torch.distributed
-            both = not self.sync.evaluates_together or self.contract.compares_together
-            self.contract.verify_early((True, False) if both else (True,))
-        except PartsDiffer as exc:
-            if self.whole_sync is None:
-                raise
-            set_random_state(before)  # loaders are made once more
-            self.trainer.fit_loop._combined_loader = None  # of one rank's samples
-            self.contract.end()
-            if exc.in_chunks:
-                self.whole_steps.take("training_step", exc)
-            else:
-                self.contract.outside = exc.outside
-                self._take_whole(self.whole_sync())
-                if exc.unused:
-                    self.sync.expect_unused()
-                tell_whole(self.strategy_name, exc, self.sync.computes_whole)
-            self._begin_loaders()
-            self.sync.begin_streams()
-            self.contract.begin_run(self.trainer, None if exc.in_chunks else exc.plans)
 
     def _place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, and make the optimizers."""
@@ -443,8 +398,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        if self.whole_sync is not None:
-            self._choose_sync()
+        self.whole_batches.before_wrapping()
         self.sync.wrap(super().configure_ddp)
 
     @override
@@ -479,11 +433,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            self._loaders = self.sync.loaders_of(
+            self._loaders = RankLoaders(
                 self.strategy_name, self._read_as, self.world_size, self.batch_size_is, self.broadcast,
                 self.group.sum_beside, self.balance.policy, 1 + needs_two_samples(self.module),
-                self.structures.of_stream, self.sync.evaluates_together,
-                is_whole=self.contract.is_whole,
+                self.structures.of_stream, self.sync.evaluates_together, is_whole=self.whole_batches.is_whole,
+                joined=1 if self.sync.seen_ranks is None else self.num_together,
             )  # fmt: skip
         return self._loaders
 
@@ -504,7 +458,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self.contract.begin_pass(self.trainer.fit_loop.epoch_loop.val_loop)
+        self.contract.begin_pass()
         self.contract.shares.knows_parts = False  # the loaders may be other ones
         self._deciders.close()
         if self.world_size > 1:
@@ -514,7 +468,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             )
             self._deciders.enter_context(deciders)
         self.layout.weights_changed()
-        self.contract.begin_training()
+        self.whole_batches.begin_training()
         self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self._read_as, self.process_devices)
@@ -549,20 +503,20 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.contract.begin_pass(self.trainer._evaluation_loop)
+        self.contract.begin_pass()
         self.sync.begin_streams()
         self.structures.lists.begin(self.module)
         # evaluation bypasses the wrapper, which broadcasts rank 0's buffers in forward, because ranks may have unequal
         # numbers of batches
         self.sync.sync_buffers()
         self.layout.weights_changed()
-        self.contract.begin_evaluation()
+        self.whole_batches.begin_evaluation()
 
     on_test_start = on_validation_start
 
     @override
     def on_validation_end(self) -> None:
-        self.contract.looked_at = None
+        self.whole_batches.evaluation = None
 
     @override
     def on_predict_end(self) -> None:

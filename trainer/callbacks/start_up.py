@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
-from ...strategies.core.devices import device_name
+from ...strategies.core.devices import device_model
 from ...strategies.core.errors import draw_table
 from ...strategies.pipeline.layout import StageLayout
 from ...strategies.registry import layout_of, name_of, process_devices, processes_of, ranks_of
@@ -143,8 +143,14 @@ def all_devices(trainer: pl.Trainer) -> list[str]:
     """Name the devices of all processes, assuming the same device types in every process."""
     own: list[torch.device] = process_devices(trainer.strategy)
     if (num := processes_of(trainer.strategy)) == 1:
-        return [device_name(device) for device in own]
-    return [device_name(torch.device(device.type)) for _ in range(num) for device in own]
+        return list(map(_named, own))
+    return [_named(torch.device(device.type)) for _ in range(num) for device in own]
+
+
+def _named(device: torch.device) -> str:
+    """`cpu`, or `cuda:1 (NVIDIA H200)`."""
+    model = device_model(device)
+    return str(device) if model == device.type else f"{device} ({model})"
 
 
 def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:

@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import (
+    has_streams,
     is_accelerator,
     peak_memory_bytes,
     precise_dtype,
-    reset_peak_memory_bytes,
     seconds_between,
     time_mark,
 )
@@ -283,7 +283,7 @@ def reset_peaks(devices: Iterable[torch.device]) -> None:
 
     That of the CPU is reset if the system supports it (Linux: proc_pid_clear_refs(5), value 5).
     """
-    for device in devices:
-        reset_peak_memory_bytes(device)
+    for device in filter(has_streams, devices):
+        torch.accelerator.reset_peak_memory_stats(device)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

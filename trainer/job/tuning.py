@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from lightning_fabric.utilities.data import sized_len
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from ...strategies.core import rng
-from ...strategies.core.devices import is_out_of_memory, release_cached_memory
+from ...strategies.core.devices import has_streams, is_out_of_memory
 from ...strategies.core.errors import ConfigError
 from ..callbacks import LearningRateFinder
 from ..config.checks import instantiate, module_and_data, quiet_trainer
@@ -47,7 +48,8 @@ def with_batch_size(cfg: DictConfig) -> DictConfig:
                 raise
             fit = False
         gc.collect()  # the trainer stays until the next attempt has ended: room for what a run holds beside its steps
-        release_cached_memory()
+        if (accelerator := torch.accelerator.current_accelerator()) is not None and has_streams(accelerator):
+            torch.accelerator.empty_cache()
         logger.info("batch_size=auto: %d samples %s", size, "fit" if fit else "do not fit")
         return fit
 

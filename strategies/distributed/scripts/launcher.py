@@ -29,7 +29,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...core import rng
-from ...core.devices import is_in_use
 from ...core.errors import ConfigError
 from ...core.files import replacing, scratch_directory
 from ...core.module_checks import verify_shapes
@@ -81,7 +80,7 @@ def start_method(device: torch.device, given: StartMethod | None = None, strateg
             f"Choose one of {', '.join(supported)}."
         )
     method = given or ("fork" if device.type == "cpu" or _IS_INTERACTIVE else "spawn")
-    if method == "fork" and is_in_use(device):
+    if method == "fork" and device.type != "cpu" and torch.get_device_module(device).is_initialized():
         raise ConfigError(
             f"{strategy}: this process has used the GPU already, so it can't fork ranks. Use strategy=dp, which needs "
             "one process; or call fit before anything uses the GPU (in a notebook after a restart of the kernel); or "

@@ -1,8 +1,7 @@
 """Give every rank the whole batch, of which it computes some rows, or all: what a step sees is one device's."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +12,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...batch.whole.gathering import SimulatedRanks, simulating
 from ...core.devices import is_accelerator
-from ...core.errors import ConfigError
 from ...core.rng import random_state, set_random_state
-from ...core.types import Batch, Unit
-from ...data.loaders import LoaderRole, RankLoaders
-from ...data.sampling import Cut as BatchCut
-from ...data.sampling import Deal
+from ...core.types import Batch
 from ...distributed.objects import broadcast_object
 from ...distributed.same_weights import verify_same_layout
 from ...sharding.whole import broadcast_together
@@ -75,10 +69,6 @@ class _Whole(GradientSync):
     def begin_streams(self) -> None:
         if dist.is_initialized():  # all draw the same random numbers
             set_random_state(broadcast_object(random_state(), 0))
-
-    @override
-    def loaders_of(self, *args: Any, **kwargs: Any) -> RankLoaders:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return WholeLoaders(*args, **kwargs, num_together=self._strategy.num_together)
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
         """Cut the tensors of a batch that every rank has read."""
@@ -150,39 +140,3 @@ class WholeBatch(_Whole):
 
 class WholeBatchOfShards(_Whole, ShardSync):
     """Computes steps of the whole batch where each rank holds shards. An average of equal gradients is each of them."""
-
-
-@dataclass(frozen=True)
-class Join(Deal):
-    """Joins `num` units, each meant for one rank, to the global batch that all ranks read."""
-
-    num: int = 1
-
-    @override
-    def parts(self, units: Iterator[Unit], num_ranks: int) -> Iterator[list[Unit]]:
-        for group in super().parts(units, self.num):
-            yield [[index for unit in group for index in unit]]
-
-    @override
-    def count(self, num_units: int, num_ranks: int) -> int:
-        return super().count(num_units, self.num)
-
-
-@dataclass
-class WholeLoaders(RankLoaders):
-    """Makes loaders that give every rank the global batch."""
-
-    @override
-    def _cut(self, loader: DataLoader[Any], cut: BatchCut, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        cut = Join(spread=False, num=self.num_together) if isinstance(cut, Deal) else cut
-        return super()._cut(loader, cut, *args, **kwargs)
-
-    @override
-    def _stream(self, loader: Any, role: LoaderRole) -> Any:
-        if self.batch_size_is == "per_device":
-            raise ConfigError(
-                "global_view joins a loader's batches by indices, which this one lacks. Set batch_size_is=global."
-            )
-        return super()._stream(loader, role)
-
-    _keyed = _stream

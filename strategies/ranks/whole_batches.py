@@ -1,0 +1,296 @@
+"""Compare steps on a few samples with one device's, and give whole batches to those that train otherwise in parts.
+
+It is done as early as possible, since later less can be changed:
+
+compared                                  where whole batches come from
+training, before the module is wrapped    another gradient sync, with which the run begins anew
+training, when a stream begins            the first rank, which takes them whole
+training, after the first epoch's hooks   the first rank
+training, in the first step               nowhere: the module is refused
+evaluation, after its first hooks         the first rank
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+
+from ..batch.exact.cuts import MOST_SAMPLES
+from ..batch.exact.plans import Plan
+from ..batch.exact.verdict import Views
+from ..batch.exact.verifier import find_evaluated, verified
+from ..batch.losses import weighs_in_loop
+from ..batch.run_structures import num_evaluated
+from ..batch.samples import FewSamples, chosen_loaders
+from ..batch.whole.whole_steps import GlobalView, WholeSteps, tell_whole
+from ..core.errors import ConfigError, PartsDiffer
+from ..core.module_checks import is_plain
+from ..core.patching import Replacement
+from ..core.rng import RandomState, random_state, set_random_state, swapped_random_state
+from ..data.loaders import LoaderRole, goes_whole
+from ..data.shares import verify_side_by_side
+from ..data.streams import Divided
+from ..distributed.objects import broadcast_object
+from .gradient_sync import GradientSync
+
+if TYPE_CHECKING:
+    from .strategy import RankStrategy
+
+
+class WholeBatches:
+    """Which steps of a run get whole batches, and what has yet to be compared.
+
+    Args:
+        verifies: whether a module that trains otherwise in parts of a batch is refused.
+
+    Attributes:
+        make_sync: makes what gives all ranks whole batches; None if they have these already, or are not to.
+        of_ranks: the steps whose batches the first rank computes.
+        of_chunks: the steps whose batches the devices of a rank don't cut.
+        is_open: whether training is yet to be compared.
+        evaluation: the loop of an evaluation whose first hooks have run, until it ends.
+        uneven: the submodules that ranks may call otherwise than each other, as far as is known.
+        outside: those of which a step uses parameters outside of their forward, as far as is known.
+    """
+
+    def __init__(self, strategy: "RankStrategy", verifies: bool) -> None:
+        self._strategy, self._verifies = strategy, verifies
+        self.make_sync: Callable[[], GradientSync] | None = None
+        self.of_ranks, self.of_chunks = WholeSteps(), WholeSteps(strategy.strategy_name)
+        self.is_open = False
+        self.uneven = set[str]()
+        self.outside: Collection[str] = ()
+        self._before: RandomState | None = None
+        """The random state before training was first compared; None until then."""
+        self._samples: FewSamples | None = None
+        """What all ranks compute together, where they do."""
+        self.evaluation: Any = None
+
+    def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
+        """Have steps see whole batches, or allow it where a module needs it.
+
+        Args:
+            view: what was asked for.
+            make: makes what computes them, each rank some rows of them or all.
+            others: options with which ranks compute all rows, and whether they were given.
+        """
+        strategy = self._strategy
+        strategy.global_view = view
+        self.of_chunks = WholeSteps(strategy.strategy_name, "on the first device of each rank", view is not False)
+        given = [name for name, is_given in others.items() if is_given]
+        if view is True and given:
+            raise ConfigError(
+                f"{strategy.strategy_name}: global_view=true computes the whole batch as strategy=ddp or strategy=fsdp "
+                f"with one device per process does. Leave out {', '.join(given)}."
+            )
+        if view is True:
+            strategy.take_whole(make(True))
+        elif view == "auto":
+            self.make_sync = partial(make, not given)
+
+    def begin_run(self, plans: list[Plan] | None) -> None:
+        """Begin a run; `plans` say what its losses divide by, if that is known."""
+        strategy = self._strategy
+        self.of_ranks = WholeSteps(strategy.strategy_name, "on the first rank", self.of_chunks.allowed)
+        has_parts = strategy.world_size > 1 or strategy.layout.cut_by or weighs_in_loop(strategy.trainer)
+        self.is_open = plans is None and bool(has_parts)
+        self._before = self._samples = self.evaluation = None
+
+    def before_wrapping(self) -> None:
+        """Compare training, unless that was done, before the module is wrapped or cut over the ranks."""
+        strategy = self._strategy
+        strategy.sync.make_whole()
+        if not self.is_open or self._before is not None:
+            return
+        self._before = random_state()
+        try:
+            self._compare_early(strategy.trainer.fit_loop, self._before)
+        except PartsDiffer as exc:
+            if self.make_sync is None:
+                raise
+            self._begin_anew(exc, self.make_sync, self._before)
+
+    def _compare_early(self, loop: Any, before: RandomState) -> None:
+        sync = self._strategy.sync
+        loop.setup_data()  # a stream that is read begins, and is compared
+        combined = loop._combined_loader
+        if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
+            set_random_state(before)
+        verify_side_by_side(combined, self._strategy.strategy_name, loop.max_batches)
+        if not self.is_open:
+            return
+        if sync.evaluates_together and combined is not None:
+            for loader in combined.flattened:  # in the first step it is too late
+                if (look_ahead := getattr(loader, "look_ahead", None)) is not None:
+                    look_ahead()
+            self._choose_samples()
+        # once it is cut all ranks compute a step, which shows nothing of one that calls torch.distributed
+        both = not sync.evaluates_together or self.compares_together
+        self._compare(again=(True, False) if both else (True,))
+
+    def _begin_anew(self, why: PartsDiffer, make_sync: Callable[[], GradientSync], before: RandomState) -> None:
+        """Begin the run once more, with steps that get whole batches."""
+        strategy, trainer = self._strategy, self._strategy.trainer
+        set_random_state(before)  # loaders are made once more
+        trainer.fit_loop._combined_loader = None  # of one rank's samples
+        strategy.contract.end()
+        if why.in_chunks:
+            self.of_chunks.take("training_step", why)
+        else:
+            self.outside = why.outside
+            strategy.take_whole(make_sync())
+            if why.unused:
+                strategy.sync.expect_unused()
+            tell_whole(strategy.strategy_name, why, strategy.sync.computes_whole)
+        strategy.begin_loaders()
+        strategy.sync.begin_streams()
+        strategy.contract.begin_run(trainer, None if why.in_chunks else why.plans)
+        self._before = before
+
+    @property
+    def compares_together(self) -> bool:
+        """Whether parameters are cut, or without values before they are: all ranks compare steps, in the first one."""
+        return self._strategy.sync.evaluates_together and not all(map(is_plain, self._strategy.module.parameters()))
+
+    def _choose_samples(self) -> None:
+        """Choose the samples that all ranks compute together, if they do."""
+        if self.compares_together and self._samples is None:
+            with suppress(Exception):  # samples can't be chosen
+                module, loop = self._strategy.module, self._strategy.trainer.fit_loop
+                self._samples = FewSamples(module, loop, 0, MOST_SAMPLES, share=broadcast_object)
+
+    def begin_training(self) -> None:
+        """Compare training once the first epoch's hooks have run, if that could not be done before them."""
+        loop: Any = self._strategy.trainer.fit_loop
+
+        def compare() -> None:
+            sources = (getattr(one, "rank_batches", one) for one in loop._combined_loader.flattened)
+            can_be_whole = all(getattr(one, "is_whole", None) for one in sources)
+            if not self.is_open or loop.epoch_loop.batch_progress.current.ready or not can_be_whole:
+                return  # until the first step, which refuses a module that needs whole batches
+            self._choose_samples()
+            # if it fails on a few samples once more whole batches are right in any case
+            self._settle("training_step", None, partial(self._compare_placed, (), (False,)))
+            if "training_step" in self.of_ranks.names:  # the first batches were perhaps read in parts
+                assert self._before is not None
+                with swapped_random_state(self._before):
+                    iter(loop._data_fetcher)
+
+        if self.is_open and self._strategy.world_size > 1:
+            _once_after(loop, "on_advance_start", compare)
+
+    def in_step(self, args: Sequence[Any]) -> None:
+        """Compare training in its first step, which has these arguments."""
+        self._compare_placed(args)
+        self._samples = None
+
+    def _compare_placed(
+        self, args: Sequence[Any] = (), again: Collection[bool] = (), views: Views | None = None
+    ) -> None:
+        """Compare training with a module that is wrapped or cut; if it is cut by all ranks together."""
+        if self.compares_together:
+            self._strategy.sync.evaluate(partial(self._compare, (), again, views, together=True))
+        else:
+            self._compare(args, again, views)
+
+    def _compare(
+        self, args: Sequence[Any] = (), again: Collection[bool] = (), views: Views | None = None, together: bool = False
+    ) -> None:
+        """Find by what losses divide, on rank 0 for all; see `verified`."""
+        strategy, module, reader = self._strategy, self._strategy.module, self._strategy.contract.reader
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        args = args or (None, *(0,) * takes_index)
+        self.is_open = False
+        views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
+        found = verified(
+            strategy, views, self._verifies, args, broadcast_object, strategy.global_rank == 0, again=again,
+            together=together, samples=self._samples,
+        )  # fmt: skip
+        self.uneven, self.outside = found.uneven, found.outside
+        if found.waits(again):
+            self.is_open = True
+            return
+        reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
+        if module.automatic_optimization:
+            reader.take(found.plans[0], module)
+        elif self._verifies and not all(plan.is_of_samples for plan in found.plans):
+            raise PartsDiffer(
+                f"{strategy.strategy_name}: in manual optimization ranks weight a loss by samples, and one is no mean "
+                "over samples. Compute it in evener.over_batch(fn)(...), or leave out global_view=false."
+            )
+        if found.unused:
+            strategy.sync.expect_unused()
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation, whose step is compared once the hooks of its epoch's start have run."""
+        loop: Any = self._strategy.trainer._evaluation_loop
+
+        def compare() -> None:
+            known, self.evaluation = set(self.of_ranks.names), loop
+            self.is_whole("evaluate")
+            has_begun = loop._data_fetcher.length is None or any(
+                getattr(one, "num_workers", 0) for one in loop._combined_loader.flattened
+            )
+            if has_begun and self.of_ranks.names != known:
+                loop.reset()  # the first batches were read in parts
+
+        _once_after(loop, "_on_evaluation_epoch_start", compare)
+
+    def is_whole(self, role: LoaderRole, looks: bool = True) -> bool | None:
+        """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
+        trainer = self._strategy.trainer
+        if role == "train":
+            if looks and self.is_open and self._strategy.world_size > 1 and not self.compares_together:
+                self._settle("training_step", None, partial(self._compare, (), (True, False)))
+            return "training_step" in self.of_ranks.names or None
+        predicts = role == "predict"
+        step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
+        loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop
+        if loop is trainer._active_loop and (predicts or loop is self.evaluation):
+            for loader in range(num_evaluated(loop)):
+                streams = [one for one in chosen_loaders(loop._combined_loader, loader) if isinstance(one, Divided)]
+                if all(one.first_batch is not None for one in streams):
+                    self._settle(step, loop, partial(self._find, step, loader))
+        return step in self.of_ranks.names or (None if predicts else goes_whole(loop._combined_loader))
+
+    def _find(self, step: str, loader: int, views: Views) -> None:
+        """Find how what a step of evaluation logs follows from parts, on rank 0 for all where it can."""
+        strategy = self._strategy
+        find = partial(find_evaluated, strategy, views, step, loader, self.of_ranks.allowed)
+        if strategy.sync.evaluates_together:
+            strategy.sync.evaluate(partial(find, together=True))
+        else:
+            find(broadcast_object, strategy.global_rank == 0)
+
+    def _settle(self, step: str, evaluation: Any, find: Callable[[Views], None]) -> None:
+        """Find how parts of a step's batches make these; what they don't make gets whole ones, of ranks or chunks."""
+        strategy, trains = self._strategy, evaluation is None
+        is_whole = not trains and step != "predict_step" and goes_whole(evaluation._combined_loader)
+        while True:
+            chunks = bool(strategy.layout.cut_by) if trains else strategy.layout.cuts_evaluation(step)
+            views = Views(strategy.world_size > 1 and not is_whole and step not in self.of_ranks.names, chunks)
+            if not any(views):
+                return
+            try:
+                find(views)
+            except PartsDiffer as exc:
+                (self.of_chunks if exc.in_chunks or not views.ranks else self.of_ranks).take(step, exc)
+                if exc.unused:
+                    strategy.sync.expect_unused()
+                if exc.plans and trains and weighs_in_loop(strategy.trainer):
+                    strategy.contract.reader.take(exc.plans[0], strategy.module)
+            else:
+                return
+
+
+def _once_after(loop: Any, hooks: str, then: Callable[[], None]) -> None:
+    """Call a function when a loop has called hooks the next time."""
+
+    def call(own: Callable[[], Any]) -> None:
+        once.remove()
+        own()
+        then()
+
+    once = Replacement(loop, hooks, call)
