@@ -24,13 +24,6 @@ _MIX = {
 _CPU_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"}
 """Take lengths that stay on the CPU."""
 _JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
-_IN_PLACE = {
-    "__setitem__",
-    *(
-        f"__i{name}__"
-        for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-    ),
-}  # fmt: skip
 
 
 class MixedDevices(TorchFunctionMode):
@@ -120,5 +113,5 @@ def _name(func: Any) -> str:
 
 
 def _is_in_place(func: Any) -> bool:
-    name = _name(func)
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    name = _name(func)  # `__iadd__`; the others that begin so take one tensor
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

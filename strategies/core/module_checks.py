@@ -175,7 +175,7 @@ def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[st
 
     Args:
         device: where such a hook may use it.
-        tell: called with a sentence that says why it does not wait on the host.
+        tell: is told why it does not wait on the host.
     """
     owners: list[tuple[Any, tuple[str, ...]]] = [
         (trainer.lightning_module, _BATCH_HOOKS + _TRANSFER_HOOKS),

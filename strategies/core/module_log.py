@@ -88,12 +88,7 @@ def log_nothing(*_: Any, **__: Any) -> None:
 
 
 def _neutral(value: Any, reduce_fx: Any) -> Any:
-    """Replace a logged value by one that leaves the epoch's value as it is, if it is logged with `batch_size=0`.
-
-    Args:
-        value: a tensor of any dtype, which is kept, as ranks exchange values by dtype; a number; or a metric.
-        reduce_fx: as given to `self.log`.
-    """
+    """A value that leaves the epoch's as it is; of the same dtype, by which ranks exchange them."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     number = _NEUTRAL.get(kind, 0.0)
     if isinstance(value, Tensor):

@@ -101,15 +101,7 @@ def hints_of(owner: Any) -> dict[str, Any]:
 
 
 def verify_value(name: str, value: Any, hint: Any, before: str = "") -> None:
-    """Check the value of an option.
-
-    Args:
-        hint: its annotation.
-        before: what begins the message.
-
-    Raises:
-        ConfigError: the annotation doesn't allow it.
-    """
+    """Refuse a value of an option that its annotation doesn't allow; `before` begins the message."""
     if not allows(hint, value):
         advice = "".join(f" {part.sentence}" for part in get_args(hint) if isinstance(part, Advice))
         raise ConfigError(f"{before}{name}={as_given(value)} is not allowed. Give {describe(hint)}.{advice}")

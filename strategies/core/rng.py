@@ -73,15 +73,7 @@ def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
 
 
 def capture(devices: Sequence[torch.device] = (), state: RandomState | None = None) -> dict[str, Any]:
-    """Read the random states.
-
-    Args:
-        devices: accelerators of this process; their generators are included.
-        state: what `random_state` returned, in place of the present states of the host.
-
-    Returns:
-        Plain data (`to_plain`) for `restore`.
-    """
+    """Read the random states of the host, or take what `random_state` has read, and of devices, as plain data."""
     torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = state or random_state()
     return {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
@@ -104,14 +96,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
 
 @contextmanager
 def isolated(devices: Sequence[torch.device] = ()) -> Generator[dict[str, Any]]:
-    """Restore the random states on exit, so that draws inside the block have no effect outside.
-
-    Args:
-        devices: accelerators whose generators belong to this process.
-
-    Yields:
-        The states to be restored.
-    """
+    """Restore the random states of the host and of devices on exit; yields these."""
     before = capture(devices)
     try:
         yield before

@@ -110,13 +110,7 @@ def finish_beside(tensors: Sequence[Tensor]) -> None:
 
 
 def finish_copy(copies: Sequence[Tensor], arrived: torch.Event | None, stream: torch.Stream | None = None) -> None:
-    """Make the work that follows on the copies' device wait for them.
-
-    Args:
-        copies: what `start_copy` returned.
-        arrived: the event that it returned.
-        stream: whose work follows; None for the current stream.
-    """
+    """Make the work that follows on a stream, or the current one, wait for what `start_copy` returned."""
     if arrived is None:
         return
     stream = stream or torch.accelerator.current_stream(copies[0].device)

@@ -230,12 +230,6 @@ def goes_whole(combined: CombinedLoader | None) -> bool:
     return not is_known or bool(unequal_parts(combined))
 
 
-def positions(loader: Any) -> list[int] | None:
-    """Positions of this rank's batches among all ranks' batches, in the order of the user's loader."""
-    source = source_of(loader)
-    return None if source is None or isinstance(source, Lockstep) else source.passes.current.positions
-
-
 def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) -> None:
     """Give rank 0's prediction loop the predictions of all ranks, each once; the others keep their own.
 
@@ -243,7 +237,8 @@ def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) 
     """
     loaders = loop._combined_loader.flattened
     for loader, predictions in zip(loaders, loop._predictions, strict=True):
-        places = positions(loader)
+        source = source_of(loader)
+        places = None if source is None or isinstance(source, Lockstep) else source.passes.current.positions
         known = [(rank, i) if places is None else (places[i], 0) for i in range(len(predictions))]
         if gathered := gather(list(zip(known, predictions, strict=True))):
             in_order = sorted((entry for part in gathered for entry in part), key=itemgetter(0))

@@ -333,12 +333,12 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self.sync.seen_ranks is not None:
+        if self.sync.seen_ranks is None:
+            self.whole_batches.of_chunks.names.clear()
+        else:
             self._layer_sync = None
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
-        if self.sync.seen_ranks is None:
-            self.whole_batches.of_chunks.names.clear()
         self.layout.whole = self.whole_batches.of_chunks
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)

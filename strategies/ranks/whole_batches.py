@@ -118,7 +118,8 @@ class WholeBatches:
         combined = loop._combined_loader
         if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
             set_random_state(before)
-        verify_side_by_side(combined, self._strategy.strategy_name, loop.max_batches)
+        if self.make_sync is not None:  # else a module may weigh its loss itself
+            verify_side_by_side(combined, self._strategy.strategy_name, loop.max_batches)
         if not self.is_open:
             return
         if sync.evaluates_together and combined is not None:

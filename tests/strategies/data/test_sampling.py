@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from evener.strategies import ConfigError
 from evener.strategies.core.rng import random_state, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, positions, source_of
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, goes_whole, source_of
 from evener.strategies.data.sampling import Share
 from evener.strategies.data.shares import RankShares
 
@@ -251,7 +251,7 @@ def test_a_look_at_a_batch_within_a_pass_leaves_the_shares_of_the_others(num_wor
         found.append(taken(shares, combined))
         next(iter(own))
     assert found == [Share(2, 4), Share(2, 3)]
-    assert positions(own) == [0, 2]
+    assert own.rank_batches.passes.current.positions == [0, 2]
 
 
 def test_a_batch_without_a_share_is_refused_by_name() -> None:
