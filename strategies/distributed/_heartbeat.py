@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from ..core.files import is_library
 from ._stop import NEWS, StopAgreement
 from .process_exit import nccl
-from .store import RANK_FAILED, is_hosted_by_agent, silence
+from .store import RANK_FAILED, another_connection, is_hosted_by_agent, silence
 
 WAITS_FOR_WORKER = _MultiProcessingDataLoaderIter._get_data.__code__
 """What runs while the workers of a DataLoader have no batch for it."""
@@ -79,7 +79,7 @@ class HeartbeatMonitor:
         self._has_aborted = False
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
-        own = (self.store.clone(),)
+        own = (another_connection(self.store),)
         self._thread = threading.Thread(target=self._run, args=own, name="evener-watch", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class HeartbeatMonitor:
             threading.Thread(target=self._name_and_abort, args=(backend,), name="evener-abort", daemon=True).start()
 
     def _name_and_abort(self, backend: Any) -> None:
-        store = self.store.clone()  # the main thread may be waiting on its own
+        store = another_connection(self.store)  # the main thread may be waiting on its own
         self._ended.wait(_SILENT_BEATS * self.beat_s)  # until the one that failed has published its error
         _log.error("rank %d ends its communication: %s", self.rank, self.culprits(store) or "it waits too long.")
         backend.abort()
@@ -159,9 +159,11 @@ class HeartbeatMonitor:
         """Name the ranks that failed, stopped sending heartbeats, or are behind; empty if nothing is known."""
         try:
             return self._culprits(store or self.store)
-        except RuntimeError:
+        except RuntimeError as exc:
             gone = "Rank 0's process, which hosted the store, is gone."
-            return silence() or (gone if self.rank and not is_hosted_by_agent() else "The store of the ranks is gone.")
+            return silence(exc) or (
+                gone if self.rank and not is_hosted_by_agent() else "The store of the ranks is gone."
+            )
 
     def _culprits(self, store: Store) -> str:
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]

@@ -10,13 +10,13 @@ unaware: it would need rank 0's gradients of a step that rank 0 starts after the
 A validation is such a stretch of steps too, its batches. Ranks may have unequal numbers of them and nothing in common
 until all are through, so each rank then says whether it has stopped or ended, and one that stopped stops all.
 
-Ranks vote on what each may find by itself: to end where `trainer.should_stop` is set, and to skip the rest of an epoch
-where `on_train_batch_start` returns -1. If all do so at one place, it happens there, as on one device. If some go on,
-all end later, at a step that rank 0 announces as after a signal; to skip is refused.
+Ranks vote to end where `trainer.should_stop` is set, which each may find by itself. If it is set on all at one place,
+they end there, as on one device. If some go on, all end later, at a step that rank 0 announces as after a signal.
 """
 
 import signal
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed import Store
@@ -33,56 +33,6 @@ TRAINING = "training"
 """The stretch of all optimizer steps."""
 
 
-class Vote:
-    """Whether all ranks wish the same at one of the places that all pass in the same order.
-
-    Attributes:
-        key: what the next vote is called in the store.
-        num_passed: places that this rank has passed.
-    """
-
-    def __init__(self, name: str, agreement: "StopAgreement") -> None:
-        self._name, self._agreement = name, agreement
-        self.key, self.num_passed, self._number = f"{name}/0", 0, 0
-
-    def answer(self, store: Store) -> None:
-        """Tell ranks that wait in a vote which place this one has passed; called regularly by a thread."""
-        key, passed = self.key, self.num_passed
-        if store.check([key]):
-            store.set(f"{key}/passed/{self._agreement.rank}", str(passed))
-
-    def wish(self, what: str) -> str:
-        """Wish something at the place to come, and wait until each rank has wished it there, or has passed the place.
-
-        Returns:
-            The ranks that have not wished it; without any the vote is carried.
-
-        Raises:
-            RankError: a rank did not come in time.
-        """
-        key, here, store, own = self.key, self.num_passed + 1, self._agreement.store, self._agreement.rank
-        ranks, timeout_s = range(self._agreement.num_ranks), self._agreement.timeout_s
-        store.set(f"{key}/wished/{own}", str(here))
-        store.set(key, "")
-        store.set(NEWS, "")
-
-        def place(which: str, rank: int) -> int:
-            found = f"{key}/{which}/{rank}"
-            return int(store.get(found)) if store.check([found]) else 0
-
-        def missing() -> str:
-            return ", ".join(str(rank) for rank in ranks if max(place("passed", rank), place("wished", rank)) < here)
-
-        if not poll(lambda: not missing(), timeout_s):
-            raise RankError(f"rank {own} {what} and waited {timeout_s:g} s for rank {missing()}.")
-        return ", ".join(str(rank) for rank in ranks if place("wished", rank) != here)
-
-    def carried(self) -> None:
-        """Begin the next vote."""
-        self._number += 1
-        self.key = f"{self._name}/{self._number}"
-
-
 class StopAgreement:
     """Agrees with the other ranks on the step to stop at.
 
@@ -96,8 +46,7 @@ class StopAgreement:
         armed: whether any rank was asked to stop. The loop reads it after every optimizer step, and
             calls `agreed` when it is set.
         stopped_by: the signal by which all ranks have agreed to stop, if any.
-        ending: the vote to end training; its places are those at which a loop could end.
-        skipping: the vote to skip the rest of an epoch; its places are the starts of batches.
+        num_passed: places that this rank has passed, of those at which a loop could end.
     """
 
     def __init__(
@@ -109,8 +58,9 @@ class StopAgreement:
         self.signal: int | None = None
         self.stopped_by: int | None = None
         self._stops_at: dict[str, int | None] = {}
-        self.ending, self.skipping = Vote("ending", self), Vote("skipping", self)
-        self._ends_later = ""  # the vote to end on which ranks have disagreed
+        self.num_passed = self._num_votes = 0
+        self._vote = "ending/0"
+        self._ends_later = ""  # the vote on which ranks have disagreed
 
     def request(self, signum: int) -> None:
         """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
@@ -131,16 +81,16 @@ class StopAgreement:
         elif not self.armed and store.check([REQUEST]):
             self.signal = int(store.get(REQUEST))
             self.armed = True
-        key = self.ending.key
-        self.ending.answer(store)
-        self.skipping.answer(store)
-        if store.check([f"{key}/later"]):
-            self._ends_later = key
+        vote, passed = self._vote, self.num_passed
+        if store.check([vote]):  # ranks wait for this one's answer
+            store.set(f"{vote}/passed/{self.rank}", str(passed))
+        if store.check([f"{vote}/later"]):
+            self._ends_later = vote
 
     @property
     def is_ending(self) -> bool:
         """Whether a rank has wished to end training where others went on, so that all end soon."""
-        return self._ends_later == self.ending.key
+        return self._ends_later == self._vote
 
     def ends(self, wished: bool, step: int, at_once: bool = False) -> bool:
         """Whether training ends here; the answer is the same on all ranks at the same place.
@@ -150,32 +100,52 @@ class StopAgreement:
             step: as in `due`.
             at_once: ranks may wait for each other here, so that all end if one is to; else all do if all are to.
         """
-        vote = self.ending
         if at_once:
             ends = any(gather_objects(wished or self.is_ending))
         else:
-            ends = wished and not self.is_ending and not vote.wish("is to end training (trainer.should_stop)")
+            ends = wished and not self.is_ending and self._is_carried()
             if wished and not (ends or self.is_ending):
-                self.store.set(f"{vote.key}/later", "")
-                self._ends_later = vote.key
-        vote.num_passed += 1
-        ends = ends or (not at_once and self.is_ending and self.due(step, vote.key))
+                self.store.set(f"{self._vote}/later", "")
+                self._ends_later = self._vote
+        self.num_passed += 1
+        ends = ends or (not at_once and self.is_ending and self.due(step, self._vote))
         if ends:
-            vote.carried()
+            self._num_votes += 1
+            self._vote = f"ending/{self._num_votes}"
         return ends
 
+    def _is_carried(self) -> bool:
+        """Wish to end at the place to come, and wait until each rank has wished it there, or has passed the place."""
+        store, here, ranks = self.store, self.num_passed + 1, range(self.num_ranks)
+        store.set(f"{self._vote}/wished/{self.rank}", str(here))
+        store.set(self._vote, "")
+        store.set(NEWS, "")
+
+        def place(which: str, rank: int) -> int:
+            key = f"{self._vote}/{which}/{rank}"
+            return int(store.get(key)) if store.check([key]) else 0
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if max(place("passed", rank), place("wished", rank)) < here]
+
+        if not poll(lambda: not missing(), self.timeout_s):
+            self._refuse("is to end training (trainer.should_stop)", missing())
+        return all(place("wished", rank) == here for rank in ranks)
+
     def skip(self, where: str) -> None:
-        """Learn that all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
+        """Wait until all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
 
         Raises:
-            RankError: another rank goes on with this batch, or did not come in time.
+            RankError: another rank has not come in time.
         """
-        if going := self.skipping.wish(what := f"returned -1 from on_train_batch_start {where}"):
-            raise RankError(
-                f"rank {self.rank} {what}, but not on rank {going}, which waits for its gradients. Return -1 on all "
-                "ranks, or set self.trainer.should_stop, on which ranks agree."
-            )
-        self.skipping.carried()
+        _, missing = meet(self.store, f"skip/{where}", self.rank, self.num_ranks, "", self.timeout_s)
+        if missing:
+            rule = " Return -1 on all ranks, or set self.trainer.should_stop, on which ranks agree."
+            self._refuse(f"returned -1 from on_train_batch_start {where}", missing, rule)
+
+    def _refuse(self, what: str, missing: Sequence[int], rule: str = "") -> NoReturn:
+        late = ", ".join(map(str, missing))
+        raise RankError(f"rank {self.rank} {what} and waited {self.timeout_s:g} s for rank {late}.{rule}")
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to; called before every micro-batch.
@@ -230,9 +200,6 @@ class StopAgreement:
         place, value = f"stop/{stretch}/ended", str(int(stops and not ended))
         told, missing = meet(self.store, place, self.rank, self.num_ranks, value, self.timeout_s, arm)
         if missing:
-            raise RankError(
-                f"rank {self.rank} waited {self.timeout_s:g} s at the end of a validation for rank "
-                f"{', '.join(map(str, missing))}."
-            )
+            self._refuse("is at the end of a validation", missing)
         self.stopped_by = self.signal if "1" in told else None
         return "1" in told

@@ -24,74 +24,10 @@ from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from .process_exit import give_up_groups, leave_group
 from .signed_store import secret_check, signed
-from .store import RANK_FAILED, RankError, another_connection, attempt, base_store, keep_store, meet, root_store
+from .store import RANK_FAILED, RankError, another_connection, attempt, base_store, meet, root_store
 
 _num_runs = 0
 SAME_ORDER = "All ranks must reach the same places in the same order."
-
-
-class RankCoordinator:
-    """Connects this rank to the others during one run of a trainer, by a store of the run that all ranks share."""
-
-    def __init__(
-        self,
-        environment: ClusterEnvironment,
-        timeout_s: float,
-        num_nodes: int,
-        devices: Sequence[torch.device],
-        group: str = "",
-    ) -> None:
-        global _num_runs
-        self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
-        self._timeout_s, self._num_waits = timeout_s, 0
-        _num_runs += not group
-        scope = f"run/{_num_runs}{group}"
-        self.root_store = root_store(environment, timeout_s, num_nodes)
-        self._store = signed(PrefixStore(scope, self.root_store), scope, attempt())
-        self._join(secret_check(self.root_store, rank, [0] if rank else range(1, num_ranks)))
-        self.stopping = StopAgreement(rank, num_ranks, self._store, timeout_s, devices)
-        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, timeout_s)
-        self.heartbeat.start()
-
-    def _join(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until all ranks have joined; what `meanwhile` raises ends the wait."""
-        _, missing = meet(self._store, "joined", self._rank, self._num_ranks, "", self._timeout_s, meanwhile)
-        if missing:
-            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-            raise RankError(
-                f"{ranks} did not join within {self._timeout_s:g} s ({self._num_ranks - len(missing)} of "
-                f"{self._num_ranks} did). See the output of that process; if it only needs more time to start, raise "
-                "strategy.timeout_s."
-            )
-
-    def wait(self, place: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
-        """Wait until all ranks have reached this place; an error names one that has not, or is at another.
-
-        Args:
-            rule: what ranks must do, for errors.
-            ahead: number of calls, as `HeartbeatMonitor` counts them, that only a rank can have made that won't come.
-        """
-
-        def verify_behind() -> None:
-            beats = [] if ahead is None else self.heartbeat.beats(self._store)
-            gone = [rank for rank, beat in enumerate(beats) if beat.calls >= (ahead or 0)]
-            if gone and not self._store.check([f"{key}/all"]):  # it has not met this one
-                raise RankError(f"rank {self._rank} waits at {place!r}, but rank {gone[0]} has gone on. {rule}")
-
-        self._num_waits += 1
-        key, before = f"meeting/{self._num_waits}", f"meeting/{self._num_waits - 2}"
-        places, missing = meet(self._store, key, self._rank, self._num_ranks, place, self._timeout_s, verify_behind)
-        if missing:
-            where = "; ".join(f"rank {rank} did not arrive{self.heartbeat.where(rank)}" for rank in missing)
-            raise RankError(
-                f"rank {self._rank} waited {self._timeout_s:g} s at {place!r}: {where}. All ranks must take part "
-                "in collective operations (saving a checkpoint, ending an epoch)."
-            )
-        if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
-            raise RankError(f"rank {self._rank} waits at {place!r}, but {', '.join(apart)}. {rule}")
-        if self._num_waits > 2:  # all ranks that are here have left the one before the last
-            for own in (self._rank, *(() if self._rank else ("all",))):
-                self._store.delete_key(f"{before}/{own}")
 
 
 class RankGroup:
@@ -103,6 +39,7 @@ class RankGroup:
     Attributes:
         devices: the devices of this process, the root device first.
         failed: whether the run has failed.
+        heartbeat: tells others where this rank is; None outside of a run.
         trainer: the trainer of the run; None before the first.
         survivor: by which this rank can go on without others; None if it can't.
     """
@@ -112,7 +49,7 @@ class RankGroup:
         self.timeout = timedelta(seconds=timeout_s)
         self.devices: Sequence[torch.device] = ()
         self.failed = False
-        self.coordinator: RankCoordinator | None = None
+        self.heartbeat: HeartbeatMonitor | None = None
         self._stopping: StopAgreement | None = None
         self.at_end: Callable[[], None] | None = None
         self._side: dist.ProcessGroup | None = None
@@ -130,14 +67,34 @@ class RankGroup:
         """
         self.failed, self.devices = False, devices
         self._verified.clear()
-        self.coordinator = RankCoordinator(environment, self.timeout_s, num_nodes, devices)
-        self._stopping = self.coordinator.stopping
+        self._join(environment, num_nodes)
         if not dist.is_initialized():
             if self.survivor is not None:
                 self.survivor.keep_connections()
-            self._form(environment, backend, "group", self.coordinator.root_store)
+            self._form(environment, backend, "group", self._root_store)
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
+
+    def _join(self, environment: ClusterEnvironment, num_nodes: int, name: str = "") -> None:
+        """Wait until all ranks have joined the run, or a later group in it, of a name."""
+        global _num_runs
+        self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
+        self._num_waits = 0
+        _num_runs += not name
+        scope = f"run/{_num_runs}{name}"
+        self._root_store = root_store(environment, self.timeout_s, num_nodes)
+        self._store = signed(PrefixStore(scope, self._root_store), scope, attempt())
+        verify_secret = secret_check(self._root_store, rank, [0] if rank else range(1, num_ranks))
+        _, missing = meet(self._store, "joined", rank, num_ranks, "", self.timeout_s, verify_secret)
+        if missing:
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            raise RankError(
+                f"{ranks} did not join within {self.timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). "
+                "See the output of that process; if it only needs more time to start, raise strategy.timeout_s."
+            )
+        self._stopping = StopAgreement(rank, num_ranks, self._store, self.timeout_s, self.devices)
+        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self._stopping, self.timeout_s)
+        self.heartbeat.start()
 
     def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store) -> None:
         with self._connecting():
@@ -156,26 +113,26 @@ class RankGroup:
             return nullcontext()
         return replaced(distributed_c10d, "ProcessGroupGloo", survivors.Connecting)
 
-    def meet_again(self, environment: ClusterEnvironment, backend: str, before: tuple[int, int], number: int) -> None:
-        """Join the process group of those that live, `number` in the run; `before` is what `environment` said."""
-        self._side, stop, coordinator = None, self.stopping, self.coordinator
-        assert coordinator is not None
-        coordinator.heartbeat.end()
+    def meet_again(self, environment: ClusterEnvironment, backend: str, number: int) -> None:
+        """Join the process group of those that live, `number` in the run."""
+        before, heartbeat = self.stopping, self.heartbeat
+        assert heartbeat is not None
+        self._side = None
+        heartbeat.end()
         give_up_groups()
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
-        keep_store(before, (environment.global_rank(), environment.world_size()))
         if self.survivor is not None and self.survivor.is_new:
             # uncut meanwhile: the next death, which may be known already, would break it for good
             self.survivor.keep_connections(partial(base_store, environment, self.timeout_s))
-        count_steps, name = coordinator.heartbeat.count_steps, f"/group/{number}"
-        self.coordinator = RankCoordinator(environment, self.timeout_s, 1, self.devices, name)
-        self.coordinator.heartbeat.count_steps = count_steps
-        self._stopping = self.coordinator.stopping
-        if stop.armed and stop.signal is not None:
-            self._stopping.request(stop.signal)
+        name = f"/group/{number}"
+        self._join(environment, 1, name)
+        assert self.heartbeat is not None
+        self.heartbeat.count_steps = heartbeat.count_steps
+        if before.armed and before.signal is not None:
+            self.stopping.request(before.signal)
         # a connection of its own, on which nobody else waits behind a thread that is left alone
-        self._form(environment, backend, name, another_connection(environment))
+        self._form(environment, backend, name, another_connection(self._root_store))
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin a run; every rank must call it."""
@@ -183,8 +140,8 @@ class RankGroup:
             self.trainer = trainer
             # Lightning's handler broadcasts, possibly in the middle of another collective
             trainer._signal_connector._sigterm_notifier_fn = self._on_signal
-        if self.coordinator is not None:
-            self.coordinator.heartbeat.count_steps = lambda: trainer.global_step
+        if self.heartbeat is not None:
+            self.heartbeat.count_steps = lambda: trainer.global_step
 
     def sum_beside(self, values: Tensor) -> Work:
         """Start summing a small CPU tensor over all ranks, in place, beside the gradients."""
@@ -196,7 +153,7 @@ class RankGroup:
     def _on_signal(self, signum: int, _: object) -> None:
         if self.failed:
             return  # it is ending, and its error says why; others may have been told so by now, and sent the signal
-        if self.coordinator is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if self.heartbeat is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
         self.stopping.request(signum)
 
@@ -226,10 +183,36 @@ class RankGroup:
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def wait(self, name: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
-        """Wait for the other ranks at a place that errors name; see `RankCoordinator.wait`."""
-        if self.coordinator is not None:
-            self.coordinator.wait(name, rule, ahead)
+    def wait(self, place: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
+        """Wait until all ranks have reached this place of a run; an error names one that has not, or is at another.
+
+        Args:
+            rule: what ranks must do, for errors.
+            ahead: number of calls, as `HeartbeatMonitor` counts them, that only a rank can have made that won't come.
+        """
+        if (heartbeat := self.heartbeat) is None:
+            return
+        store, own, num = self._store, self._rank, self._num_waits + 1
+        self._num_waits, key, before = num, f"meeting/{num}", f"meeting/{num - 2}"
+
+        def verify_behind() -> None:
+            beats = [] if ahead is None else heartbeat.beats(store)
+            gone = [rank for rank, beat in enumerate(beats) if beat.calls >= (ahead or 0)]
+            if gone and not store.check([f"{key}/all"]):  # it has not met this one
+                raise RankError(f"rank {own} waits at {place!r}, but rank {gone[0]} has gone on. {rule}")
+
+        places, missing = meet(store, key, own, self._num_ranks, place, self.timeout_s, verify_behind)
+        if missing:
+            where = "; ".join(f"rank {rank} did not arrive{heartbeat.where(rank)}" for rank in missing)
+            raise RankError(
+                f"rank {own} waited {self.timeout_s:g} s at {place!r}: {where}. All ranks must take part in collective "
+                "operations (saving a checkpoint, ending an epoch)."
+            )
+        if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
+            raise RankError(f"rank {own} waits at {place!r}, but {', '.join(apart)}. {rule}")
+        if num > 2:  # all ranks that are here have left the one before the last
+            for one in (own, *(() if own else ("all",))):
+                store.delete_key(f"{before}/{one}")
 
     def verify_together(self) -> None:
         """Wait for the other ranks where a line first makes a call for which ranks need each other."""
@@ -242,21 +225,21 @@ class RankGroup:
         """Tell the other ranks why this one fails."""
         self.failed = True
         self._side = None  # ending it would wait for failed ranks
-        if self.coordinator is not None and not isinstance(exception, SIGTERMException):
-            self.coordinator.heartbeat.explain(exception)
+        if self.heartbeat is not None and not isinstance(exception, SIGTERMException):
+            self.heartbeat.explain(exception)
 
     def end(self) -> None:
         """End the run; every rank must call it."""
         if self.at_end is not None:
             self.at_end()
             self.at_end = None
-        if self.coordinator is not None:
+        if self.heartbeat is not None:
             if not self.failed:
                 self.wait("the end of the run")  # a rank that hangs after the last collective is named
             if self.stopping.armed:
                 self.stopping.stopped_by = self.stopping.signal  # even if no step was left to stop at
-            self.coordinator.heartbeat.end()
-            self.coordinator = None
+            self.heartbeat.end()
+            self.heartbeat = None
         if self._side is not None:
             dist.destroy_process_group(self._side)
             self._side = None

@@ -1,22 +1,13 @@
-"""Exchange objects and tensors between ranks.
+"""Exchange objects and tensors between ranks."""
 
-Small objects travel in one exchange, others as torch sends them, which exchanges sizes first.
-"""
-
-import io
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.devices import precise_dtype
-
-SMALL_BYTES = 2**12
-"""Bytes of a pickled object that travel with its size; ranks whose objects have no more exchange them at once."""
 
 
 def backend_for(backend: str | None, device: torch.device) -> str:
@@ -47,35 +38,12 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
         group: the process group; None for that of all ranks.
         only_first: whether only rank 0 receives them; the list is empty on the others.
     """
-    device, file = _device_of(group), io.BytesIO()
-    _Pickler(file).dump(value)
-    pickled = file.getvalue()
-    beginning = len(pickled).to_bytes(8, "little") + pickled[:SMALL_BYTES].ljust(SMALL_BYTES)
-    all_small = gather_rows(torch.frombuffer(bytearray(beginning), dtype=torch.uint8).to(device), group)
-    received = [small.tobytes() for small in all_small.cpu().numpy()]
-    sizes = [int.from_bytes(small[:8], "little") for small in received]
-    receives = not only_first or dist.get_rank() == 0
-    if max(sizes) <= SMALL_BYTES:
-        return [pickle.loads(small[8:]) for small in received] if receives else []
-    found: list[Any] = [None] * len(sizes) if receives else []
+    values = [None] * dist.get_world_size(group) if dist.get_rank() == 0 or not only_first else []
     if only_first:
-        dist.gather_object(pickled, found or None, 0, group)
+        dist.gather_object(value, values or None, 0, group)
     else:
-        dist.all_gather_object(found, pickled, group)
-    return [pickle.loads(each) for each in found]
-
-
-class _Pickler(pickle.Pickler):
-    """Writes CPU tensors as arrays: by themselves they call `torch.save`, which takes ten times as long."""
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or not obj.is_cpu or obj.requires_grad:
-            return NotImplemented
-        try:
-            return torch.from_numpy, (obj.numpy(),)
-        except (TypeError, RuntimeError):  # a type that numpy does not have, a sparse or a conjugated tensor
-            return NotImplemented
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def gather_rows(own: Tensor, group: Any = None) -> Tensor:
@@ -97,12 +65,8 @@ def gather_rows(own: Tensor, group: Any = None) -> Tensor:
 def broadcast_object(value: Any, src: int = 0) -> Any:
     """Send the value of rank `src` to all ranks; anything that can be pickled."""
     values = [value]
-    dist.broadcast_object_list(values, src, device=_device_of(None))
+    dist.broadcast_object_list(values, src)
     return value if dist.get_rank() == src else values[0]
-
-
-def _device_of(group: Any) -> torch.device | None:
-    return torch.device("cpu") if sends_cpu_tensors(group) else torch.accelerator.current_accelerator()
 
 
 def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from .store import PEER_LOST, RANK_FAILED, forget_stores, leave_store
+from .store import PEER_LOST, RANK_FAILED, forget_store, leave_store
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _OMP_PAUSE_HARD = 2
@@ -116,7 +116,7 @@ def fork_orphan(parent: int) -> bool:
             iterator._worker_pids_set = False
 
     workers._shutdown_workers = end_own
-    forget_stores()
+    forget_store()
     if not _openmp_released:
         torch.set_num_threads(1)
     return True
@@ -292,18 +292,6 @@ def end_process(status: int) -> NoReturn:
         os._exit(status)
 
 
-_is_frozen_for_good = False
-"""Whether `freeze_for_good` was called; to ask for the number of frozen objects counts them, which takes 60 ms."""
-
-
-def freeze_for_good() -> None:
-    """Keep all objects of now out of garbage collections, once: what a job of a sweep leaves is to be collected."""
-    global _is_frozen_for_good
-    if not (_is_frozen_for_good or gc.get_freeze_count()):
-        gc.freeze()
-    _is_frozen_for_good = True
-
-
 _openmp_released = False
 """Whether the process from which this one was forked had released its threads of OpenMP."""
 
@@ -316,13 +304,11 @@ def forking() -> Generator[None]:
     one: what exists now is kept out of collections, in forked processes for good.
     """
     release_openmp()
-    others = _is_frozen_for_good or gc.get_freeze_count()  # kept out by whoever called: only all can be given back
     gc.freeze()
     try:
         yield
     finally:
-        if not others:
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 def release_openmp() -> None:
@@ -351,8 +337,6 @@ def kill_frozen(pids: Iterable[int]) -> None:
 
 def prepare_forked(timeout_s: float) -> None:
     """Set up a process that was started by a strategy, whose limit for waits is `timeout_s`; called first in it."""
-    if multiprocessing.parent_process() is None:
-        return
     die_with_starter()
     leave_in_time(min(timeout_s, FORKED_GRACE_S), [signal.SIGTERM, signal.SIGUSR1])  # a terminal's reach the script
     if multiprocessing.current_process().__class__.__name__ != "SpawnProcess" and not _openmp_released:

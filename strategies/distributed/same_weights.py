@@ -1,13 +1,9 @@
-"""What ranks have in common: equal weights at the start, after the first step of each optimizer, and at epochs' ends.
+"""Compare weights over the ranks: at the start, after the first step of each optimizer, and at epochs' ends.
 
-DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module. That is after the hooks `setup`:
-what a callback copies there, such as the initial weights of a lottery ticket, would be each rank's own where the ranks
-were not seeded alike. An evaluation does not wrap the module at all.
-
-`loss.backward()` and `torch.autograd.grad` in manual optimization compute a rank's own gradients, which nobody
-averages; so may a module that overrides `backward`; and a hook that adds noise to gradients draws its own on each rank.
-The ranks would train apart, without a word. So they would in a later step, by a hook that changes a learning rate, or
-weights, by what its rank alone has computed.
+DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module: after the hooks `setup`, and not
+in an evaluation. Ranks train apart, without a word, where a module computes gradients that nobody averages (as by
+`loss.backward()` in manual optimization), a hook adds noise of each rank's own to them, or changes a learning rate or
+weights by what its rank alone has computed.
 """
 
 import math
@@ -126,9 +122,9 @@ class Agreement:
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._handles: dict[int, RemovableHandle] = {}
-        """Of optimizers that have not stepped since `begin`."""
-        self._stepped: list[RemovableHandle] = []
-        """Of those that have; an optimizer must not lose a hook while it calls its hooks."""
+        """Of optimizers, until after their first step."""
+        self._stepped = set[int]()
+        """Those that have made it; an optimizer must not lose a hook while it calls its hooks."""
         self._written: list[Digest] = []
         self._num_due = 0
         """Times that the weights are to be compared before anything else happens to them."""
@@ -143,15 +139,14 @@ class Agreement:
     def end(self) -> None:
         """Compare nothing any more."""
         self._num_due = 0
-        for handle in (*self._handles.values(), *self._stepped):
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         self._stepped.clear()
 
     def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
         self._num_due = max(1, self._num_due)
-        if (handle := self._handles.pop(id(optimizer), None)) is not None:
-            self._stepped.append(handle)
+        self._stepped.add(id(optimizer))
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Compare a whole tensor, too, of which this rank keeps a part."""
@@ -168,7 +163,7 @@ class Agreement:
             return
         self._num_due -= 1
         while self._stepped:
-            self._stepped.pop().remove()
+            self._handles.pop(self._stepped.pop()).remove()
         weights = [*self._written, *_digests(module.named_parameters())]
         self._written = []
         ranks = gather_objects((weights, [*_digests(_computed_buffers(module))]))

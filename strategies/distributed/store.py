@@ -2,13 +2,16 @@
 
 import json
 import logging
+import math
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,17 +30,25 @@ RANK_FAILED = threading.Event()
 PEER_LOST = threading.Event()
 """Set in the other ranks once one has died without which they can go on; every wait for it ends."""
 
-PING_S = 0.5
-"""Seconds between two questions."""
-
-_STORES: dict[tuple[int, int], tuple[Store, "StoreWatch"]] = {}
-"""The store of this process, and what holds it to a deadline, by rank and number of ranks; it lasts as long."""
-
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
 _REACH_S = 5.0
 LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
+
+
+@dataclass
+class _OwnStore:
+    """The store of this process, and the seconds within which its host must answer."""
+
+    store: Any
+    rank: int
+    num_ranks: int
+    place: tuple[str, int]
+    deadline_s: float = math.inf
+
+
+_own: _OwnStore | None = None
 
 
 def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
@@ -55,51 +66,62 @@ def attempt() -> str:
 
 def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
     """Open the store of this process, once; if a launcher hosts it, it outlives restarts."""
-    rank, num_ranks = environment.global_rank(), environment.world_size()
-    if (rank, num_ranks) not in _STORES:
+    global _own
+    if _own is None:
         verify_started(environment, num_nodes)
+        rank, place = environment.global_rank(), (environment.main_address, environment.main_port)
         if rank == 0 and (num_nodes or 1) > 1 and not os.environ.get(SECRET):
             logger.warning(
                 "The store at %s:%s takes anybody who reaches it for a rank. Set %s to the same random text on all "
-                "machines, and let the network keep others out (docs/ddp.md).",
-                environment.main_address, environment.main_port, SECRET,
+                "machines, and let the network keep others out (docs/ddp.md).", *place, SECRET,
             )  # fmt: skip
-        place = (environment.main_address, environment.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
         store: Any = _open_store(*place, rank, timeout_s)
         announce(PrefixStore(f"evener/{attempt()}", store), rank)
-        _STORES[rank, num_ranks] = store, StoreWatch(store.clone(), *place, timeout_s)
-    store, watch = _STORES[rank, num_ranks]
-    watch.deadline_s = min(watch.deadline_s, timeout_s)
-    return store
+        _own = _OwnStore(store, rank, environment.world_size(), place)
+    if timeout_s < _own.deadline_s:
+        _own.deadline_s = timeout_s
+        _bound_reads(_own)
+    return _own.store
 
 
-def another_connection(environment: ClusterEnvironment) -> Store:
-    """Connect to the store of this attempt once more."""
-    store: Any = _STORES[environment.global_rank(), environment.world_size()][0]
-    return PrefixStore(f"evener/{attempt()}", store.clone())
+def _bound_reads(own: _OwnStore) -> None:
+    """Have reads fail that the store's host does not answer in time.
+
+    A host that is killed closes its connections, and whoever reads from it fails at once. One that is frozen (a stopped
+    process, a suspended machine, a network that is cut) answers nothing, and torch's client waits without end, in
+    native code, where no handler of a signal runs.
+    """
+    limit = struct.pack("ll", int(own.deadline_s), int(own.deadline_s % 1 * 1e6))
+    peers = {info[4][:2] for info in socket.getaddrinfo(*own.place)}
+    for _, peer, connection in connections():
+        if peer in peers:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def keep_store(before: tuple[int, int], now: tuple[int, int]) -> None:
-    """Use the store of this process on, which has another rank among another number of ranks."""
-    if before in _STORES:
-        _STORES[now] = _STORES.pop(before)
+def another_connection(store: Any) -> Any:
+    """Connect to a store once more: on one connection requests wait for each other."""
+    again = store.clone()
+    if _own is not None:
+        _bound_reads(_own)
+    return again
 
 
-def forget_stores() -> None:
+def forget_store() -> None:
     """Have no store, in a forked process; the connections are the other one's."""
-    _STORES.clear()
+    global _own
+    _own = None
 
 
-def silence() -> str:
-    """Say which store was given up because its host does not answer; empty if none was."""
-    for _, watch in _STORES.values():
-        if watch.silent:
-            return (
-                f"The store at {watch.place} has not answered for {watch.deadline_s:g} s: the process that hosts it "
-                f"({'the launcher' if is_hosted_by_agent() else 'rank 0'}) is frozen, or the network is cut."
-            )
-    return ""
+def silence(exc: BaseException) -> str:
+    """Say that the store's host does not answer, if that is what an error of its reader says."""
+    if _own is None or "Socket Timeout" not in str(exc):
+        return ""
+    host = "the launcher" if is_hosted_by_agent() else "rank 0"
+    return (
+        f"The store at {_own.place[0]}:{_own.place[1]} has not answered for {_own.deadline_s:g} s: the process that "
+        f"hosts it ({host}) is frozen, or the network is cut."
+    )
 
 
 @contextmanager
@@ -137,16 +159,14 @@ def leave_store() -> None:
     Otherwise ranks that still wait at the last barrier would lose the store. The host leaves anyway if a rank has
     failed or does not leave in time.
     """
-    for (rank, num_ranks), (store, watch) in _STORES.items():
-        watch.end()
-        if is_hosted_by_agent() or RANK_FAILED.is_set():
-            continue
-        keys = [f"left/{attempt()}/{other}" for other in range(num_ranks)]
-        with suppress(RuntimeError):  # the store ended with its host
-            if rank:
-                store.set(keys[rank], "")
-            else:
-                wait_for(store, keys[1:], LEAVE_S)
+    if _own is None or is_hosted_by_agent() or RANK_FAILED.is_set():
+        return
+    keys = [f"left/{attempt()}/{other}" for other in range(_own.num_ranks)]
+    with suppress(RuntimeError):  # the store ended with its host
+        if _own.rank:
+            _own.store.set(keys[_own.rank], "")
+        else:
+            wait_for(_own.store, keys[1:], LEAVE_S)
 
 
 POLL_S = (0.0005, 0.02)
@@ -200,7 +220,7 @@ def wait_for(
             return []
         return [key for key in missing if not store.check([key])]
     except RuntimeError as exc:
-        if said := silence():
+        if said := silence(exc):
             raise RankError(said) from exc
         raise
 
@@ -248,68 +268,12 @@ def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-class StoreWatch:
-    """Watches one store on a connection of its own, and shuts all (`silent`) once it has not answered in time.
-
-    A host that is killed closes its connections, and whoever reads from it fails at once. One that is frozen (a stopped
-    process, a suspended machine, a network that is cut) answers nothing, and torch's client waits without end, in
-    native code, where no handler of a signal runs. So a thread asks the store for something, and another counts the
-    seconds without an answer, and shuts the connections when there are too many: then every read fails.
-    """
-
-    def __init__(self, store: Store, address: str, port: int, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.silent = False
-        self.place = f"{address}:{port}"
-        self._peer = (address, port)
-        self._num_answers = 0
-        self._ended = threading.Event()
-        asks = threading.Thread(target=self._ask, args=(store,), name="evener-store", daemon=True)
-        self._threads = asks, threading.Thread(target=self._count, name="evener-store-watch", daemon=True)
-        for thread in self._threads:
-            thread.start()
-
-    def end(self) -> None:
-        """End the threads, unless one waits for an answer."""
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(timeout=0.2)
-
-    def _ask(self, store: Store) -> None:
-        with suppress(RuntimeError):  # the host has gone: whoever reads fails by itself
-            while not self._ended.wait(PING_S):
-                store.check(["answer"])
-                self._num_answers += 1
-        self._ended.set()
-
-    def _count(self) -> None:
-        peers = {info[4][:2] for info in socket.getaddrinfo(*self._peer)}
-        # seconds are counted, not read from a clock: this process may have been frozen itself
-        before, num_missed = 0, 0
-        while not self._ended.wait(PING_S):
-            num_missed = num_missed + 1 if self._num_answers == before else 0
-            before = self._num_answers
-            if num_missed * PING_S > self.deadline_s:
-                self.silent = True
-                RANK_FAILED.set()
-                cut_connections(lambda _, host, port: (host, port) in peers)
-                return
-
-
-def sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's internet sockets: the kernel's number of each, of which none is used again, and a copy."""
+def connections() -> Iterator[tuple[int, tuple[str, int], socket.socket]]:
+    """This process's internet connections: the kernel's number, of which none is used again, the peer, and a copy."""
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed meanwhile, or it has no peer
             if stat.S_ISSOCK((about := os.fstat(descriptor)).st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6):
-                        yield about.st_ino, copy
-
-
-def cut_connections(is_cut: Callable[[int, str, int], bool]) -> None:
-    """Shut those of this process's connections of which, by number, host and port of the peer, a function says so."""
-    for number, copy in sockets():
-        with suppress(OSError):  # gloo ends the process where a socket that listens is shut: it has no peer
-            host, port = copy.getpeername()[:2]
-            if is_cut(number, host.removeprefix("::ffff:"), port):
-                copy.shutdown(socket.SHUT_RDWR)
+                        host, port = copy.getpeername()[:2]
+                        yield about.st_ino, (host.removeprefix("::ffff:"), port), copy

@@ -17,10 +17,12 @@ import math
 import mmap
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from ._heartbeat import is_about_communication
 from .process_exit import fork_orphan, take_orphans
 from .processes import LOOK_S
-from .store import PEER_LOST, RankError, cut_connections, poll, sockets
+from .store import PEER_LOST, RankError, connections, poll
 
 _ROW = 16
 DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
@@ -176,14 +178,12 @@ class Agent:
 
     def wait(self, pids: Mapping[int, int], timeout_s: float) -> None:
         """Wait until a process ends or a rank rings, and form a group that is asked for."""
-        looks, descriptors = select.poll(), list[int]()
-        looks.register(self.board.bells[-1], select.POLLIN)
+        descriptors = list[int]()
         try:
             with suppress(ProcessLookupError):  # one that has ended, and has been waited for already
                 for pid in pids.values():
                     descriptors.append(os.pidfd_open(pid))
-                    looks.register(descriptors[-1], select.POLLIN)
-                looks.poll(1000 * min(timeout_s, LOOK_S))
+                wait([self.board.bells[-1], *descriptors], min(timeout_s, LOOK_S))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -270,18 +270,21 @@ class Survivor:
             while PEER_LOST.is_set():
                 with self._lock:
                     if PEER_LOST.is_set():
-                        cut_connections(self._is_of_group)
+                        self._cut_connections()
                 time.sleep(0.02)
 
-    def _is_of_group(self, number: int, host: str, port: int) -> bool:
-        """Whether a connection is a group's, which stays on this machine and came after those that are kept."""
-        return number not in self._kept and host.startswith(("127.", "::1"))
+    def _cut_connections(self) -> None:
+        """Shut those of the group, which stay on this machine and came after those that are kept."""
+        for number, (host, _), connection in connections():
+            if number not in self._kept and host.startswith(("127.", "::1")):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def keep_connections(self, connect: Callable[[], object] = lambda: None) -> None:
         """Connect, and cut none of the connections that there are then where a rank is lost; a group's come later."""
         with self._lock:
             connect()
-            self._kept = {number for number, _ in sockets()}
+            self._kept = {number for number, *_ in connections()}
 
     def arm(self, is_armed: bool = True) -> None:
         """Tell whether this rank can go on without others."""
@@ -339,7 +342,7 @@ class Survivor:
             self.group += 1
             with self._lock:
                 PEER_LOST.clear()
-                self._kept = {number for number, _ in sockets()}
+                self._kept = {number for number, *_ in connections()}
             members = board.ranks(_IS_MEMBER)
             if not any(board.get(rank, _DEAD) for rank in members):
                 break

@@ -100,8 +100,8 @@ class ShardSync(GradientSync):
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
         self._shards.calls = order = CallOrder(strategy.group.wait)
         self._at_end.callback(setattr, self._shards, "calls", None)
-        if strategy.group.coordinator is not None:
-            strategy.group.coordinator.heartbeat.count_calls = lambda: order.num
+        if strategy.group.heartbeat is not None:
+            strategy.group.heartbeat.count_calls = lambda: order.num
 
     @override
     def make_whole(self) -> None:

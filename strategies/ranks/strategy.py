@@ -40,7 +40,6 @@ from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_unequal, reduce_tensor
 from ..distributed.options import verified_options, verify_backend, verify_static
-from ..distributed.process_exit import prepare_forked
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
 from ..distributed.survivors import Regrouped
@@ -204,8 +203,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         # as Lightning's, without its reset of the seed, which would change the order of samples from one device's
-        if self._launcher is not None:
-            prepare_forked(self.group.timeout_s)
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
@@ -215,14 +212,14 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Go on in the same process with the ranks that live; the weights are theirs already."""
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
-        before, num = (self.global_rank, self.world_size), len(new.kept)
+        num = len(new.kept)
         self.balance.regroup(new.kept)
         self.sync.unwrap()
         os.environ.update(RANK=str(new.rank), LOCAL_RANK=str(new.rank))
         os.environ.update(WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
         self.parallel_devices = self.parallel_devices[:num]
         self.set_world_ranks()
-        self.group.meet_again(self.cluster_environment, self._get_process_group_backend(), before, new.number)
+        self.group.meet_again(self.cluster_environment, self._get_process_group_backend(), new.number)
         self.contract.regroup(num)
         self.loaders.regroup(new.rank, num, self.balance.policy)
         self.sync.give_up()

@@ -133,11 +133,11 @@ def run(source: Source, config_name: str) -> None:
             verify_all_read(cfg, OmegaConf.to_yaml(hydra_cfg))
             if not OmegaConf.is_missing(cfg.module, "_target_"):
                 verify_own_data(hydra_cfg.runtime.choices, hydra_cfg.overrides.task)
-            from ...strategies.distributed.process_exit import freeze_for_good
             from .train import run_job
 
-            freeze_for_good()
-            gc.enable()
+            if not gc.isenabled():  # the first job of a sweep: what later ones leave is to be collected
+                gc.freeze()
+                gc.enable()
             return run_job(cfg, only_check, in_sweep())
         except Exception as exc:
             if in_sweep():  # of which Hydra reports which job failed

@@ -76,7 +76,7 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
         text = store.get(f"job/{_num_jobs}").decode()
     except DistNetworkError as exc:
         gone = "rank 0 exited before it sent the configuration. See its output."
-        raise RankError(silence() or gone) from exc
+        raise RankError(silence(exc) or gone) from exc
     _num_jobs += 1
     if not text:
         return None

@@ -113,7 +113,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if stop.is_ending or (self.trainer.should_stop and self._fit_loop._can_stop_early):
             self._fit_loop.in_section(self._fit_loop.agree_to_end)
         else:
-            stop.ending.num_passed += 1
+            stop.num_passed += 1
 
     def _make_plan(self, data_fetcher: _DataFetcher) -> None:
         if self.trainer.accumulate_grad_batches > 1:
@@ -215,8 +215,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
                 skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
                 if self._stop is not None and skip:
                     self._stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
-                elif self._stop is not None:
-                    self._stop.skipping.num_passed += 1
             if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:

@@ -18,13 +18,12 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as multiprocessing_of_torch
+from lightning_fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer import call
-from pytorch_lightning.trainer.call import _interrupt
-from pytorch_lightning.trainer.states import TrainerStatus
-from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -41,10 +40,11 @@ from ..process_exit import (
     handle_no_more,
     handled,
     leave_terminal,
+    prepare_forked,
 )
 from ..processes import RankProcesses, status_of
 from ..store import RankError, hosted_store, leave_store
-from ._handback import known_objects, pack, pack_callbacks, reduce_method, unpack
+from ._handback import known_objects, pack, reduce_method, unpack
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
@@ -119,6 +119,7 @@ class ScriptLauncher(_Launcher):
     def __init__(self, strategy: Any, timeout_s: float, method: StartMethod | None) -> None:
         self._strategy, self._timeout_s = strategy, timeout_s
         self._start_method = start_method(strategy.root_device, method, strategy.strategy_name)
+        self._is_in_rank = False
 
     @property
     @override
@@ -134,6 +135,8 @@ class ScriptLauncher(_Launcher):
             ConfigError: a rank refused what was asked.
             KeyboardInterrupt, SystemExit: the user's code has raised it in a rank.
         """
+        if self._is_in_rank:
+            return function(*args, **kwargs)
         if self._start_method != "fork":
             verify_guarded(self._strategy.strategy_name)
         try:
@@ -148,26 +151,30 @@ class ScriptLauncher(_Launcher):
     def _launch(self, work: partial[Any], trainer: Any) -> Any:
         verify_shapes(trainer.lightning_module)
         known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
+        context: Any = multiprocessing.get_context(self._start_method)
         with scratch_directory() as folder, self._store() as variables:
-            processes = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
-            with forwarded_signals(processes) as requests:
-                modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
-                args = (trainer, work, variables, rng.random_state(), modes, folder / "result")
-                _start(processes, strategy.num_processes, self._start_method, folder, *args)
-                failed = processes.join()
-            if processes.late:
+            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
+            modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+            with forwarded_signals(ranks) as requests:
+                with forking() if self._start_method == "fork" else shared_by_name():
+                    for rank in range(strategy.num_processes):
+                        args = (rank, folder, trainer, work, variables, rng.random_state(), modes)
+                        process = context.Process(target=self._run_rank, args=args)
+                        process.start()
+                        ranks.processes.append(process)
+                failed = ranks.join()
+            if ranks.late:
                 raise RankError(
-                    f"rank {', '.join(map(str, processes.late))} did not end within {self._timeout_s:g} s after the "
+                    f"rank {', '.join(map(str, ranks.late))} did not end within {self._timeout_s:g} s after the "
                     "others had, and was killed. See what on_fit_end, teardown and threads of the module and the "
                     "callbacks do there."
                 )
+            result = folder / "result"
+            returned = unpack(trainer, known, result.read_bytes()) if result.exists() else STOPPED
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
-            returned: Any = STOPPED
-            if (result := folder / "result").exists():
-                returned = unpack(trainer, known, result.read_bytes())
-            if failed is not None and status_of(processes.processes[failed]) not in asked:
-                raise _error(processes, failed, folder)
+            if failed is not None and status_of(ranks.processes[failed]) not in asked:
+                raise _error(ranks, failed, folder)
         if failed is not None or requests.signum is not None or returned == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
         return returned
@@ -183,53 +190,61 @@ class ScriptLauncher(_Launcher):
     def kill(self, signum: int) -> None:
         """Signals are forwarded while the processes run."""
 
+    def _run_rank(
+        self,
+        rank: int,
+        folder: Path,
+        trainer: Any,
+        work: partial[Any],
+        variables: dict[str, str],
+        random_state: Any,
+        modes: tuple[int, bool],
+    ) -> None:
+        """Be one rank; rank 0 leaves its results in a folder, and one that fails leaves its error."""
+        handle_no_more()
+        with told_in_file(_error_file(folder, rank)):
+            os.environ.update({**variables, "LOCAL_RANK": str(rank)})
+            _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
+            prepare_forked(self._timeout_s)
+            rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
+            torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
+            rng.set_random_state(random_state)
+            torch.set_deterministic_debug_mode(modes[0])
+            torch.backends.cudnn.benchmark = modes[1]
+            if self._start_method != "fork":
+                _disable_module_memory_sharing(trainer.lightning_module)
+            known = known_objects(trainer, (work.args, work.keywords))
+            self._is_in_rank = True
+            returned: Any = STOPPED  # or failed
+            try:
+                returned = _in_rank(trainer, work)
+            finally:
+                if rank == 0:
+                    with replacing(folder / "result") as file:
+                        file.write_bytes(pack(trainer, known, returned, returned != STOPPED))
 
-def _rank(
-    rank: int,
-    trainer: Any,
-    work: partial[Any],
-    variables: dict[str, str],
-    random_state: Any,
-    modes: tuple[int, bool],
-    result: Path,
-) -> None:
-    """Be one rank."""
-    os.environ.update({**variables, "LOCAL_RANK": str(rank)})
-    rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
-    torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
-    rng.set_random_state(random_state)
-    torch.set_deterministic_debug_mode(modes[0])
-    torch.backends.cudnn.benchmark = modes[1]
-    _set_num_threads_if_needed(num_processes=trainer.strategy.num_processes)
-    known = known_objects(trainer, (work.args, work.keywords))
-    if multiprocessing.current_process().__class__.__name__ != "ForkProcess":
-        for tensor in (*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()):
-            tensor.data = tensor.data.clone()  # pickled for another process, it is shared memory
-    returned: Any = STOPPED  # or failed
+
+@contextmanager
+def told_in_file(path: Path) -> Generator[None]:
+    """Leave an error of the block in a file, for the script, and end this process."""
     try:
-        returned = _in_rank(trainer, work)
-    finally:
-        if rank == 0:
-            packed = pack_callbacks(known, STOPPED) if returned == STOPPED else pack(trainer, known, returned)
-            with replacing(result) as temporary:
-                temporary.write_bytes(packed)
+        yield
+    except BaseException as exc:
+        if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
+            raise
+        told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
+        told |= {"ends": not isinstance(exc, Exception), "code": getattr(exc, "code", None)}
+        with replacing(path) as file:
+            file.write_text(json.dumps(told), encoding="utf-8")
+        sys.exit(1)
 
 
-def _start(ranks: RankProcesses, num_ranks: int, method: str, folder: Path, *args: Any) -> None:
-    """Start `_rank(rank, *args)` in a process per rank; one that fails leaves its traceback in a folder."""
-    context: Any = multiprocessing.get_context(method)
-    with forking() if method == "fork" else shared_by_name():
-        for rank in range(num_ranks):
-            process = context.Process(target=_main, args=(rank, folder, args))
-            process.start()
-            ranks.processes.append(process)
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error{rank}.json"
 
 
 def _error(ranks: RankProcesses, rank: int, folder: Path) -> BaseException:
-    """Tell why a rank failed: its refusal, its traceback, or how it ended.
-
-    A KeyboardInterrupt or SystemExit that the user's code has raised ends the script as it does on one device.
-    """
+    """Tell why a rank failed: its refusal, its traceback, or how it ended; an exit ends the script, too."""
     path = _error_file(folder, rank)
     if not path.exists():
         process, status = ranks.processes[rank], status_of(ranks.processes[rank]) or 0
@@ -238,7 +253,7 @@ def _error(ranks: RankProcesses, rank: int, folder: Path) -> BaseException:
     told = json.loads(path.read_text(encoding="utf-8"))
     if told["ends"]:
         rank_zero_info(f"rank {rank} has ended the run:\n\n{told['text']}")
-        return SystemExit(told["code"]) if told["ends"] == "SystemExit" else KeyboardInterrupt()
+        return SystemExit(told["code"])  # which Lightning makes of a KeyboardInterrupt
     return ConfigError(told["message"]) if told["refused"] else RankError(f"rank {rank} failed:\n\n{told['text']}")
 
 
@@ -256,24 +271,6 @@ def shared_by_name() -> Generator[None]:
         yield
     finally:
         multiprocessing_of_torch.set_sharing_strategy(before)
-
-
-def _main(rank: int, folder: Path, args: tuple[Any, ...]) -> None:
-    try:
-        _rank(rank, *args)
-    except BaseException as exc:  # told in the script
-        if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
-            raise
-        ends = type(exc).__name__ if not isinstance(exc, Exception) else ""
-        told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
-        told |= {"ends": ends, "code": getattr(exc, "code", None)}
-        with replacing(_error_file(folder, rank)) as file:
-            file.write_text(json.dumps(told), encoding="utf-8")
-        sys.exit(1)
-
-
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"error{rank}.json"
 
 
 def forwarded_signals(ranks: RankProcesses) -> AbstractContextManager[StopRequests]:
@@ -296,24 +293,14 @@ def _stop(signum: int) -> BaseException:
 
 
 def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
-    handle_no_more()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
     signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
+    strategy: Any = trainer.strategy
     try:
-        return work()
-    except _TunerExitException:  # as Lightning's entry points do
-        call._call_teardown_hook(trainer)
-        trainer._teardown()
-        trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
-        return None
+        return call._call_and_handle_interrupt(trainer, work)
     except SIGTERMException as exc:
-        _interrupt(trainer, exc)
-        strategy: Any = trainer.strategy
         if strategy.group.stop_signal is None:  # this rank stops alone
             raise SystemExit(STOPS_ALONE) from exc
         return STOPPED
-    except BaseException as exc:
-        _interrupt(trainer, exc)
-        raise
     finally:
         leave_store()

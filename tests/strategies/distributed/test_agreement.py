@@ -13,15 +13,19 @@ from torch.utils.data import DataLoader
 from evener.strategies import FSDPStrategy
 
 
-class Manual(Net):
-    """Computes gradients by hand, in one of several ways."""
+class Own(Net):
+    """Computes, changes or uses gradients in one of several ways."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.way = way
+        self.way, in_backward = way, {"in backward": _update, "halved in backward": _halve}
+        self.automatic_optimization = way in ("noise", *in_backward)
+        for parameter in self.parameters() if way in in_backward else ():
+            parameter.register_post_accumulate_grad_hook(in_backward[way])
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         loss = (self.net(batch[0]) - batch[1]).square().mean()
@@ -39,25 +43,13 @@ class Manual(Net):
                     average = self.way == "averaged"
                     parameter.grad = self.trainer.strategy.reduce(gradient) if average else gradient
         optimizer.step()
-
-
-class Noisy(Net):
-    """Adds noise of each rank's own to the gradients, in a hook."""
+        return None
 
     def on_after_backward(self) -> None:
         generator = torch.Generator().manual_seed(self.global_rank)
-        for parameter in self.parameters():
+        for parameter in self.parameters() if self.way == "noise" else ():
             assert parameter.grad is not None
             parameter.grad += torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-
-
-class InBackward(Net):
-    """Updates each parameter in the backward pass, by its gradient; or halves the gradient there."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(_halve if way == "halved in backward" else _update)
 
 
 def _halve(parameter: Tensor) -> None:
@@ -90,7 +82,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def _trained(name: str, way: str) -> str | Tensor:
-    module: Net = Noisy() if way == "noise" else (InBackward if "in backward" in way else Manual)(way)
+    module = Own(way)
     whole = FSDPStrategy([], batch_size_is="global", timeout_s=60)
     trainer = quiet_trainer(whole, 2) if name == "whole" else trainer_of(name)
     return refusal(trainer, module, DataLoader(Numbered(16), 4)) or weights(module)
@@ -153,12 +145,16 @@ class Normalized(Net):
             self.scale = x.std(0)
 
 
-def _warnings_of(way: str) -> list[str]:
-    trainer = trainer_of("ddp", max_steps=3)
+def _told(word: str, trainer: Any, module: Net) -> list[str]:
+    """What a fit warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Normalized(way), DataLoader(Numbered(16), 4))
-    return [str(one.message) for one in caught if "buffer" in str(one.message)]
+        trainer.fit(module, DataLoader(Numbered(16), 4))
+    return [text for one in caught if word in (text := str(one.message))]
+
+
+def _warnings_of(way: str) -> list[str]:
+    return _told("buffer", trainer_of("ddp", max_steps=3), Normalized(way))
 
 
 def test_a_buffer_that_each_rank_computes_of_its_samples_is_warned_of_once() -> None:
@@ -186,11 +182,8 @@ class Changes(pl.Callback):
 
 
 def _changed(name: str, way: str) -> tuple[list[str], Tensor]:
-    trainer, module = trainer_of(name, callbacks=[Changes(way)]), Net()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(Numbered(16), 4))
-    return [str(one.message) for one in caught if "apart" in str(one.message)], weights(module)
+    module = Net()
+    return _told("apart", trainer_of(name, callbacks=[Changes(way)]), module), weights(module)
 
 
 def test_ranks_that_a_hook_trains_apart_are_warned_of_once() -> None:

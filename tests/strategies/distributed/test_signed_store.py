@@ -4,7 +4,6 @@ import pytest
 from torch.distributed import HashStore
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed._stop import REQUEST, StopAgreement
 from evener.strategies.distributed.signed_store import SECRET, announce, secret_check, signed
 
 
@@ -41,20 +40,6 @@ def test_what_others_have_written_is_not_believed(store: HashStore, monkeypatch:
         assert not ours.check(["true", key]), key
         with pytest.raises(RuntimeError, match=f"The store's {key} was not written with this run's EVENER_SECRET"):
             ours.get(key)
-
-
-def test_a_request_to_stop_that_is_not_signed_stops_nobody(store: HashStore) -> None:
-    ours = signed(store, "run/1")
-    store.set(REQUEST, "15")
-    agreement = StopAgreement(0, 2, ours)
-    agreement.listen(ours)
-    assert not agreement.armed
-    store.delete_key(REQUEST)
-    asking = StopAgreement(1, 2, ours)
-    asking.request(15)
-    asking.listen(ours)
-    agreement.listen(ours)
-    assert agreement.armed
 
 
 def test_what_was_written_before_is_not_believed_once_a_later_value_was_read(store: HashStore) -> None:

@@ -27,12 +27,10 @@ from evener.trainer.checkpoint import Checkpoint
 
 
 class History(pl.Callback):
-    """Keeps what it sees in plain attributes, as scripts do, and one thing that can't be pickled."""
+    """Keeps what it sees in plain attributes, as scripts do."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.open = open  # pickled by name
-        self.lock: Any = None
         self.num_failed = 0
 
     def on_exception(self, *_: Any) -> None:
@@ -154,12 +152,9 @@ def test_a_script_goes_on_as_after_one_device(strategy: str, tmp_path: Path) -> 
     assert single["trained on"][0] == 9
 
 
-class WithData(Net):
-    def predict_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data().dataset, batch_size=4)
-
-
 class Locked(History):
+    lock: Any = None
+
     def on_train_start(self, *_: Any) -> None:
         self.lock, number = threading.Lock(), 3
         self.lambdas = [lambda epoch, base=2: base * epoch + number]  # as a LambdaLR has
@@ -169,38 +164,22 @@ def slow(module: pl.LightningModule) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.125)
 
 
-def _row(numbers: list[int]) -> list[torch.Tensor]:
-    return [torch.full((1, 3), float(numbers[0]), dtype=torch.float64)]
-
-
 def look(folder: Path) -> list[str]:
-    """What a script is told in a fit, after which it finds its callbacks, its module's methods and its loaders."""
+    """What a script is told in a fit, after which it finds its callbacks and its module's methods."""
     trainer = made("ddp", folder)
     trainer.callbacks[0] = locked = Locked()
-    module: Any = WithData().eval()
+    module: Any = Net().eval()
     module.configure_optimizers = MethodType(slow, module)
-    train, val = data(), data()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer.fit(module, train, val)
+        trainer.fit(module, data(), data())
     assert trainer.callbacks[0] is locked
     assert len(locked.losses) == 6
     assert locked.lambdas[0](5) == 13
     # it was looked up by its function's name: 'Net' object has no attribute 'slow', after training
     assert module.configure_optimizers().param_groups[0]["lr"] == 0.125
-    assert trainer.train_dataloader is train  # they were None
-    assert trainer.val_dataloaders is val
     trainer.save_checkpoint(folder / "final.ckpt")
     trainer._checkpoint_connector.restore(folder / "final.ckpt")  # in the script, which did not make the loaders
-    warnings.simplefilter("ignore")
-    trainer.predict(WithData().eval(), train)
-    assert trainer.predict_dataloaders.dataset is train.dataset
-    trainer.predict(WithData().eval(), alike := DataLoader(range(9), collate_fn=_row))
-    assert trainer.predict_dataloaders.dataset is alike.dataset  # which has no attributes
-    trainer.predict(WithData().eval())
-    assert torch.equal(trainer.predict_dataloaders.dataset.tensors[0], data().dataset[:][0])
-    assert len(trainer.predict_dataloaders) == 3
-    assert trainer.train_dataloader is None
     return [str(warning.message) for warning in told]
 
 
