@@ -14,7 +14,7 @@ from .balance.checkpointed import KeptController
 from .balance.controller import BalanceController, Hysteresis, Objective
 from .balance.ranks import log_shares
 from .batch.policies import FirstChunk, Policy, Weighted
-from .core.devices import is_accelerator, memory_bytes, peak_memory_bytes
+from .core.devices import memory_bytes, peak_memory_bytes
 from .core.errors import ConfigError
 from .core.options import Natural, checked
 from .dp import DataParallelStrategy
@@ -148,10 +148,10 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     def _new_controller(self) -> BalanceController:
         devices = self.parallel_devices
         limits = [memory_bytes(device) / devices.count(device) for device in devices]
+        only_first = self._gpu0_chunk == "auto"
         return BalanceController(
-            len(devices), self._objective, self._hysteresis, only_first=self._gpu0_chunk == "auto", limit_bytes=limits,
-            in_turn=not any(map(is_accelerator, devices)),
-        )  # fmt: skip
+            len(devices), self._objective, self._hysteresis, only_first=only_first, limit_bytes=limits
+        )
 
     def _observe(self, controller: BalanceController, layout: ReplicaLayout) -> None:
         """Pass finished measurements to the controller; an accelerator may be one step late."""

@@ -12,14 +12,11 @@ SMALLEST_SLOPE = 0.1
 
 
 def fitted_times(pairs: Sequence[tuple[int, float]], window: int) -> tuple[float, float]:
-    """Split a device's times into a fixed part and a part per sample.
+    """Split a device's times into fixed seconds per chunk and seconds per sample.
 
     Args:
         pairs: (samples, seconds) of its last chunks, the newest last.
         window: number of chunks of each size that count.
-
-    Returns:
-        Fixed seconds per chunk, and seconds per sample.
     """
     if not pairs:
         return 0.0, 0.0
@@ -43,9 +40,6 @@ def relative_error(values: Sequence[float]) -> float:
     probability its median lies between the k-th smallest and the k-th largest of n values, where less than k of n
     tosses of a coin are heads with at most 0.25%. Fewer than nine values are too few for k = 1, and the width between
     smallest and largest is extended in proportion.
-
-    Args:
-        values: measurements, at least one.
     """
     ordered, num = sorted(values), len(values)
     k = 1

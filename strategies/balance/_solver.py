@@ -48,14 +48,6 @@ def solve(num_samples: int, costs: Sequence[DeviceCost], objective: Objective = 
     Samples are assigned one by one to the device that then has the smallest load, among those with room. Because costs
     only grow with samples, no other distribution has a smaller maximum.
 
-    Args:
-        num_samples: samples to distribute.
-        costs: one per device.
-        objective: quantity to minimize.
-
-    Returns:
-        Samples per device; they sum to `num_samples`.
-
     Raises:
         ConfigError: the batch does not fit on all devices together.
     """

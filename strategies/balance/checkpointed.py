@@ -9,33 +9,20 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from .controller import BalanceController
 
 CHECKPOINT_KEY = "balance"
-"""Checkpoint key of the measurements."""
 
 
 @dataclass
 class KeptController:
-    """Keeps the controller of a balanced strategy, which itself measures.
-
-    Args:
-        strategy: name of the strategy, which begins messages.
-        part: what is balanced, `devices` or `ranks`.
-
-    Attributes:
-        controller: holds measurements and shares; None if nothing is measured.
-    """
+    """Keeps the controller of a balanced strategy, whose name begins messages; `part` is `devices` or `ranks`."""
 
     strategy: str
     part: str
     controller: BalanceController | None = field(default=None, init=False)
+    """Holds measurements and shares; None if nothing is measured."""
     _restored: dict[str, Any] | None = field(default=None, init=False)
 
     def begin(self, num_parts: int, make: Callable[[], BalanceController]) -> BalanceController:
-        """Continue with the controller of an earlier run or of a checkpoint, or make one.
-
-        Args:
-            num_parts: current number of devices or ranks.
-            make: makes a controller without measurements.
-        """
+        """Continue with the controller of an earlier run or of a checkpoint, or make one for as many parts."""
         if self.controller is None or len(self.controller.shares) != num_parts:
             self.controller = make()
         if self._restored is not None and not self.controller.load_state_dict(self._restored):

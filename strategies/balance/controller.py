@@ -24,11 +24,11 @@ LARGEST_CUT = 0.5
 MIN_MEASUREMENTS: dict[Objective, int] = {"time": 6, "memory": 3}
 """Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
-ORDER_GAIN = 0.2
-"""Fraction that new shares must save of even ones if devices work in turn: of two, one is half as slow again."""
-
 SHARED_CHANGE = 1.25
 """Ratio of the devices' common time per sample, then and now, from which old times are scaled to now's."""
+
+_DECIDED = {"fixed_bytes", "num_observed", "full_batch", "shares", "needed"}
+"""What the state has beside the measurements, by the names of attributes."""
 
 
 class Timed(NamedTuple):
@@ -60,9 +60,6 @@ class BalanceController:
         window: number of measurements of one size that count; of all sizes, three times as many.
         only_first: only find the first device's share; the others share the rest evenly.
         limit_bytes: memory per device in bytes; None for no limit.
-        in_turn: whether the devices work one after the other on one processor. Then the first one finds the caches
-            filled with other things, and looks up to a third slower than its equals; even shares are left only for a
-            gain that this does not explain.
     """
 
     num_devices: int
@@ -72,7 +69,6 @@ class BalanceController:
     window: int = 16
     only_first: bool = False
     limit_bytes: Sequence[float] | None = None
-    in_turn: bool = False
 
     def __post_init__(self) -> None:
         num = self.num_devices
@@ -147,49 +143,32 @@ class BalanceController:
 
     def state_dict(self) -> dict[str, Any]:
         """Return measurements and shares in plain lists."""
-        return {
+        measured: dict[str, Any] = {
             "seconds": [[[*t[:3], list(t.together)] for t in values] for values in self._seconds],
             "bytes": [list(values) for values in self._bytes],
-            "fixed_bytes": self._fixed_bytes,
-            "num_observed": self._num_observed,
-            "full_batch": self._full_batch,
-            "shares": self._shares,
-            "needed": self._needed,
         }
+        return measured | {name: getattr(self, f"_{name}") for name in _DECIDED}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the state of a checkpoint.
-
-        Returns:
-            False if it was measured on another number of devices, and was not loaded.
-        """
+        """Load the state of a checkpoint; False if it was measured on another number of devices, and was not loaded."""
         if len(state["seconds"]) != self.num_devices:
             return False
-        self._seconds = [
+        for own, values in zip(self._seconds, state["seconds"], strict=True):
+            own.clear()
             # a checkpoint of an older version has samples and seconds only, which can't be compared within steps
-            deque(
-                (Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields)), 3 * self.window
-            )
-            for values in state["seconds"]
-        ]
+            own.extend(Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields))
         self._bytes = [deque(values, maxlen=self.window) for values in state["bytes"]]
-        self._fixed_bytes = state["fixed_bytes"]
-        self._num_observed = state["num_observed"]
-        self._full_batch = state["full_batch"]
-        self._shares = state["shares"]
-        self._needed = state.get("needed", self._needed)
+        for name in _DECIDED & state.keys():
+            setattr(self, f"_{name}", state[name])
         return True
 
     def costs(self) -> list[DeviceCost]:
         """Estimate the cost of samples on each device from the measurements so far."""
         times = [fitted_times(_as_now(values, self.window), self.window) for values in self._seconds]
         limits = self.limit_bytes or [math.inf] * self.num_devices
-        costs = [
-            DeviceCost(slope, fixed, max(values, default=0.0), fixed_bytes, limit)
-            for (fixed, slope), values, fixed_bytes, limit in zip(
-                times, self._bytes, self._fixed_bytes, limits, strict=True
-            )
-        ]
+        largest = [max(values, default=0.0) for values in self._bytes]
+        parts = zip(times, largest, self._fixed_bytes, limits, strict=True)
+        costs = [DeviceCost(slope, fixed, per_sample, *memory) for (fixed, slope), per_sample, *memory in parts]
         return with_equal_others(costs) if self.only_first and len(costs) > 2 else costs
 
     def _resolve(self) -> bool:
@@ -221,8 +200,7 @@ class BalanceController:
         if self.objective == "memory":
             return self.hysteresis
         ratios = [[timed.seconds / timed.size / timed.level for timed in values] for values in measured]
-        order = ORDER_GAIN if self.in_turn and self._shares is None else 0.0
-        return max(self.hysteresis, order, *map(relative_error, ratios))
+        return max(self.hysteresis, *map(relative_error, ratios))
 
 
 def _as_now(values: Sequence[Timed], window: int) -> list[tuple[int, float]]:

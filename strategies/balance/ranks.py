@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ..batch.policies import Even, Policy, Weighted
 from ..core.devices import seconds_between, time_mark
@@ -26,59 +24,10 @@ Change: TypeAlias = Callable[[Policy, int], None]
 """Has global batches divided by another policy, from the one of that number on."""
 
 
-@dataclass
-class RankTimer:
-    """Measures one rank's own work in a step, without the wait for other ranks.
-
-    The forward pass is timed inside DDP's wrapper; the backward pass until its last gradient is ready, before DDP waits
-    for the gradients of other ranks.
-
-    Args:
-        device: its device; on an accelerator, device events measure the time.
-    """
-
-    module: pl.LightningModule
-    device: torch.device
-    _marks: list[float | torch.Event] = field(default_factory=list["float | torch.Event"], init=False)
-    _last: float | torch.Event | None = field(default=None, init=False)
-    _hooks: list[RemovableHandle] = field(default_factory=list[RemovableHandle], init=False)
-
-    @contextmanager
-    def forward(self) -> Generator[None]:
-        """Measure the block, which runs the module's training step."""
-        self._marks.append(self._now())
-        yield
-        self._marks.append(self._now())
-
-    def begin_backward(self) -> None:
-        """Measure from here until the last gradient is ready."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._note_ready) for parameter in parameters]
-        self._marks.append(self._now())
-
-    def finish_backward(self) -> None:
-        """End the measurement."""
-        for hook in self._hooks:
-            hook.remove()
-        self._marks.append(self._last if self._last is not None else self._now())
-
-    def seconds(self) -> float:
-        """Seconds of both passes; on an accelerator this waits until both have finished."""
-        starts, ends = self._marks[0::2], self._marks[1::2]
-        return sum(seconds_between(start, end) for start, end in zip(starts, ends, strict=True))
-
-    def _now(self) -> float | torch.Event:
-        return time_mark(self.device)
-
-    def _note_ready(self, parameter: torch.Tensor) -> None:
-        self._last = self._now()
-
-
 class RankBalance:
     """How ranks share a global batch; with `auto` it measures, and agrees with the other ranks.
 
     Args:
-        strategy: name of the strategy, which begins messages.
         weights: share of each rank, or `auto`; None for even ones.
         hysteresis: fraction of the slowest rank's time that new shares must save to be adopted.
     """
@@ -88,7 +37,9 @@ class RankBalance:
         self._strategy = strategy
         self._weights = weights
         self._hysteresis = hysteresis
-        self._timer: RankTimer | None = None
+        self._is_measured = False
+        self._span: tuple[Any, Any] | None = None
+        """Where the forward pass of the step that is measured begins and ends."""
         self._exchanged: list[list[float]] | None = None
         self._num_steps = 0
 
@@ -109,45 +60,46 @@ class RankBalance:
 
     def regroup(self, kept: Sequence[int]) -> None:
         """Go on with some of the ranks; measured shares are measured again."""
-        if self._timer is not None:
-            self._timer.finish_backward()
-        self._timer = self._exchanged = None
+        self._is_measured, self._span, self._exchanged = False, None, None
         if isinstance(self._weights, str):
             self._num_steps = 0
         elif self._weights is not None:
             self._weights = [self._weights[rank] for rank in kept]
         self.begin(len(kept))
 
-    def begin_step(self, module: pl.LightningModule, device: torch.device, change: Change) -> None:
+    def begin_step(self, module: pl.LightningModule, change: Change) -> None:
         """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step."""
         controller = self.kept.controller
         if controller is None:
             return
         self._adopt(controller, change)
         log_shares(module, partial(_of_time, controller), rank_zero_only=True)
-        if self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0:
-            self._timer = RankTimer(module, device)
+        self._span = None
+        self._is_measured = self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0
         self._num_steps += 1
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Measure the block, if this step is measured."""
-        return nullcontext() if self._timer is None else self._timer.forward()
+    def forward(self, device: torch.device) -> AbstractContextManager[None]:
+        """Measure the block, which runs the training step on a device, if this step is measured.
 
-    def begin_backward(self) -> None:
-        """Measure until the last gradient is ready."""
-        if self._timer is not None:
-            self._timer.begin_backward()
+        It runs inside DDP's wrapper, where nothing waits for other ranks.
+        """
+        return self._measured(device) if self._is_measured else nullcontext()
+
+    @contextmanager
+    def _measured(self, device: torch.device) -> Generator[None]:
+        start = time_mark(device)
+        yield
+        self._is_measured, self._span = False, (start, time_mark(device))
 
     def finish_backward(self, num: float, exchange: Callable[[float, float], list[list[float]]]) -> None:
-        """Send this rank's samples and seconds to all ranks, if this step is measured.
+        """Send this rank's samples and seconds to all ranks, if this step was measured.
 
         Args:
             exchange: exchanges both; returns them rank by rank, each with how many global batches the rank has cut.
         """
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.finish_backward()
-            self._exchanged = exchange(num, timer.seconds())
+        if self._span is not None:
+            span, self._span = self._span, None
+            self._exchanged = exchange(num, seconds_between(*span))  # on an accelerator this waits for the step
 
     def _adopt(self, controller: BalanceController, change: Change) -> None:
         """Pass the exchanged values to the controller, which decides the same on all ranks."""

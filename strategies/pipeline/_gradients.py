@@ -144,9 +144,8 @@ class _OfTheBatch(torch.autograd.Function):
 def _without_autocast() -> ExitStack:
     """Leave the autocast of `training_step`: operations in backward have their types already."""
     stack = ExitStack()
-    for kind in autocast_types():
-        if torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    for kind in filter(torch.is_autocast_enabled, autocast_types()):
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 
@@ -154,19 +153,15 @@ def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a factor of shape (); they may be on several devices, and sparse."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        if gradient.layout is torch.strided and gradient.dtype in _FUSED:
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        else:
-            gradient.mul_(_beside(factor, gradient.device))
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, _beside(factor, device).to(dtype))
-
-
-def _beside(number: Tensor, device: torch.device) -> Tensor:
-    """Move a number while the device that it comes from goes on."""
-    (moved,), arrive = cross([number], device)
-    arrive()
-    return moved
+        (moved,), arrive = cross([factor], device)
+        arrive()  # while the device that the factor comes from goes on
+        if dtype in _FUSED and all(gradient.layout is torch.strided for gradient in group):
+            torch._foreach_mul_(group, moved.to(dtype))
+        else:
+            for gradient in group:
+                gradient.mul_(moved)
 
 
 def not_zero(weight: Tensor | float) -> Tensor | float:

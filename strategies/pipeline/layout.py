@@ -26,6 +26,7 @@ from ..core.errors import ConfigError
 from ..core.executor import ThreadState
 from ..core.module_checks import hooked, resting_device, verify_takes_batches
 from ..core.optimizer_states import unwrapped
+from ..core.side_streams import work_so_far
 from ..core.types import Batch, Chunk
 from ._gradients import EarlyGradients
 from ._microbatches import MicroBatches
@@ -129,7 +130,7 @@ class StageLayout(PartsLayout):
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self._has_moved or name in self.whole.names:  # the batch was perhaps fetched before
             args = move_data_to_device(args, self.meeting_device)
-        step = self._fed_step(name)
+        step = self._fed(name)
         if name != "training_step":
             return step(*args, **kwargs)
         if self.cut_by:  # the last micro-batch is to begin its backward pass without waiting for the root device
@@ -142,15 +143,15 @@ class StageLayout(PartsLayout):
         scalars = {key: output[key] for key in ("loss", "loss_weight", FOUND) if key in output}  # larger values stay
         return {**output, **move_data_to_device(scalars, self.devices[0])}
 
-    def _fed_step(self, name: str) -> Callable[..., Any]:
-        """The module's step; where batches, or micro-batches, may wait on the host, one that has them copied."""
+    def _fed(self, name: str, ready: torch.Event | None = None) -> Callable[..., Any]:
+        """The module's step; on accelerators one that has batches, or micro-batches, copied where they wait."""
         step = getattr(self._module, name)
-        return partial(self._fed, step) if self.cut_by and is_accelerator(self.stages.meeting_device) else step
 
-    def _fed(self, step: Callable[..., Any], batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        """Run a step on a batch, or a micro-batch, that may have waited on the host."""
-        with self.stages.fed(batch) as batch:
-            return step(batch, *args, **kwargs)
+        def fed(batch: Batch, *args: Any, **kwargs: Any) -> Any:
+            with self.stages.fed(batch, ready) as batch:
+                return step(batch, *args, **kwargs)
+
+        return fed if self.cut_by and is_accelerator(self.stages.meeting_device) else step
 
     @override
     def finish_step(self) -> bool:
@@ -194,13 +195,13 @@ class StageLayout(PartsLayout):
         names = [
             f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
         ]
-        step, gradients = self._fed_step("training_step"), self._gradients(sizes)
+        step, gradients = self._fed("training_step", work_so_far(self.stages.meeting_device)), self._gradients(sizes)
         calls = [
             self.reader.reading(partial(step, chunk, *rest), size) for chunk, size in zip(chunks, sizes, strict=True)
         ]
         self.logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.needs_all else None
-        with self.logs.recording(self.reader.values, "training_step", sizes), self.stages.reading(chunks):
+        with self.logs.recording(self.reader.values, "training_step", sizes):
             return self._microbatches.run(names, calls, gradients, meet), gradients.attach
 
     @override

@@ -38,11 +38,7 @@ class BatchTensors:
     """The tensors of a batch as they were handed to a step.
 
     Args:
-        batch: the batch, on one device; None for nothing.
         ready: the event after which they hold their values; None for the work queued so far.
-
-    Attributes:
-        ready: the event after which they hold their values; None where nothing is queued.
     """
 
     def __init__(self, batch: Batch, ready: torch.Event | None = None) -> None:
@@ -66,7 +62,7 @@ class _OnThread(threading.local):
     devices: list[torch.device] | None = None
     enter: Callable[[int], None] | None = None
     stage: int = 0
-    batch: BatchTensors | None = None
+    batch = BatchTensors(None)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +86,6 @@ class Stages:
         self.hooks: list[RemovableHandle] = []
         """What moves inputs, and measures parts, until `remove`."""
         self._on_thread = _OnThread()
-        self._batch = BatchTensors(None)
         self._manual: dict[str, torch.device] = {}
         self._mixed: MixedDevices | None = None
         self._placed: weakref.ref[nn.Module] | None = None
@@ -276,7 +271,7 @@ class Stages:
         """Begin to move tensors, together those that come from one device and are ready at the same time."""
         if all(tensor.device == device for tensor in tensors):
             return tensors, []
-        batch = self._on_thread.batch or self._batch
+        batch = self._on_thread.batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):
             groups.setdefault((tensor.device, batch.holds(tensor)), []).append(i)
@@ -288,25 +283,22 @@ class Stages:
                 found[i] = tensor
         return found, arrivals
 
-    def reading(self, batch: Batch) -> AbstractContextManager[None]:
-        """Move tensors of a batch, inside the block, without waiting for what is computed there.
-
-        Stages of other micro-batches may be queued on the device that holds the batch; its tensors are ready already.
-        """
-        return replaced(self, "_batch", BatchTensors(batch))
-
     @contextmanager
-    def fed(self, chunk: Batch) -> Generator[Batch]:
-        """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived."""
+    def fed(self, chunk: Batch, ready: torch.Event | None = None) -> Generator[Batch]:
+        """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived.
+
+        Stages of other micro-batches may be queued on the meeting device, for which they need not wait.
+
+        Args:
+            ready: the event after which what is on that device holds its values; None for the work queued so far.
+        """
         leaves = tree_leaves(chunk)
-        if not any(leaf.is_cpu if isinstance(leaf, Tensor) else hasattr(leaf, "to") for leaf in leaves):
-            yield chunk
-            return
-        device = self.meeting_device
-        chunk = from_host(chunk, device)
-        are_beside = all(leaf.is_cpu and is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        arrives = BatchTensors(chunk, arrival(device) if are_beside and not batch_sizes(chunk) else None)
-        with replaced(self._on_thread, "batch", arrives):
+        if any(leaf.is_cpu if isinstance(leaf, Tensor) else hasattr(leaf, "to") for leaf in leaves):
+            device = self.meeting_device
+            chunk = from_host(chunk, device)
+            are_beside = all(leaf.is_cpu and is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            ready = arrival(device) if are_beside and not batch_sizes(chunk) else None
+        with replaced(self._on_thread, "batch", BatchTensors(chunk, ready)):
             yield chunk
 
     @contextmanager

@@ -182,7 +182,7 @@ class RankStep(StepContract):
         """Run `training_step`; a rank without samples runs it with weight zero."""
         strategy, shares = self._strategy, self.shares
         counts, module = shares.counts, self._module
-        strategy.balance.begin_step(module, strategy.root_device, strategy.loaders.change_policy)
+        strategy.balance.begin_step(module, strategy.loaders.change_policy)
         reader = self.reader
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         reader.values.begin()
@@ -226,7 +226,7 @@ class RankStep(StepContract):
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
         if module.automatic_optimization and not strategy.layout.cut_by:
             step = self.reader.reading(step, self.shares.num or num_samples(args[0]) or 1)
-        with strategy.balance.forward():
+        with strategy.balance.forward(strategy.root_device):
             call = partial(step, "training_step", *args, **kwargs)
             if strategy.layout.cut_by or not self.shares.counts:
                 return call()
@@ -259,7 +259,6 @@ class RankStep(StepContract):
         strategy = self._strategy
         loss = self.shares.scaled(loss, weighs_in_loop(self._trainer))
         strategy.sync.begin_backward(loss)
-        strategy.balance.begin_backward()
         return loss
 
     @override

@@ -91,8 +91,7 @@ def follow(
     """Give the gradients of copies to the parameters, as far as these are trained.
 
     Args:
-        parameters: the root's, on one or several devices.
-        copies: those of each replica, in the same order.
+        copies: those of each replica, in the order of the parameters.
         gate: looked at in each backward pass.
         one_by_one: whether each parameter has a node of its own, so that it takes part in a backward pass only if the
             loss depends on it; where a bundle of them takes part, some may get no gradient, and stay as they are.
@@ -107,10 +106,8 @@ def follow(
         # hooks would be called with None
         alone = [i for i in group if one_by_one or parameters[i]._backward_hooks]
         others = [i for i in group if i not in alone]
-        bundles = [
-            [others[place] for place in bucket] for bucket in buckets([parameters[i] for i in others], BUCKET_BYTES)
-        ]
-        for numbers in (*([i] for i in alone), *bundles):
+        bundles = buckets([parameters[i] for i in others], BUCKET_BYTES)
+        for numbers in (*([i] for i in alone), *([others[place] for place in bundle] for bundle in bundles)):
             _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], gate)
 
 
@@ -181,8 +178,8 @@ class _Arrival(torch.autograd.Function):
 
 def _add(sums: dict[int, Tensor], gradients: dict[int, Tensor], root: torch.device, ready: torch.Event | None) -> None:
     """Add the gradients of one replica to sums on the root's device, one bucket at a time."""
-    moves = {i: g.device != root and g.layout is torch.strided for i, g in gradients.items()}
-    near = {i: gradient.to(root) for i, gradient in gradients.items() if not moves[i]}
+    away = [i for i, g in gradients.items() if g.device != root and g.layout is torch.strided]
+    near = {i: gradient.to(root) for i, gradient in gradients.items() if i not in away}
     if near:
         with beside(root):
             finish_copy(list(near.values()), ready if has_streams(root) else None)
@@ -190,7 +187,6 @@ def _add(sums: dict[int, Tensor], gradients: dict[int, Tensor], root: torch.devi
             # not in place: others may hold a gradient that was not copied here
             added = torch._foreach_add([sums[i] for i in both], [near[i] for i in both]) if both else ()
             sums.update(near | dict(zip(both, added, strict=True)))
-    away = [i for i in gradients if moves[i]]
     for bucket in buckets([gradients[i] for i in away], BUCKET_BYTES):
         numbers = [away[place] for place in bucket]
         shapes = [gradients[i].shape for i in numbers]

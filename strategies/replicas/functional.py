@@ -34,10 +34,8 @@ def replicate(network: nn.Module, devices: Sequence[Device], detach: bool = Fals
     """
     detach = detach or not torch.is_grad_enabled()
     root_device = _device_of(network)
-    replicas: list[nn.Module] = []
-    for device in map(torch.device, devices):
-        replicas.append(ModuleCopy(network, root_device, device, _detached if detach else _sent).module)
-    return replicas
+    new_parameter = _detached if detach else torch.enable_grad()(_copied)
+    return [ModuleCopy(network, root_device, torch.device(device), new_parameter).module for device in devices]
 
 
 def scatter(
@@ -103,10 +101,9 @@ def parallel_apply(
             f"{len(places)} devices. Give one of each per module."
         )
     arguments = [given if isinstance(given, tuple) else (given,) for given in inputs]
-    calls = [partial(m, *args, **kw) for m, args, kw in zip(modules, arguments, kwargs, strict=True)]
     pieces = [
-        Piece(place, f"chunk {i + 1} of {len(calls)}", call)
-        for i, (place, call) in enumerate(zip(places, calls, strict=True))
+        Piece(place, f"chunk {i + 1} of {len(modules)}", partial(m, *args, **kw))
+        for i, (place, m, args, kw) in enumerate(zip(places, modules, arguments, kwargs, strict=True))
     ]
     return Executor().run(pieces) if pieces else []
 
@@ -177,13 +174,12 @@ def data_parallel(
     return gather(outputs, devices[0] if output_device is None else output_device, dim)
 
 
-@torch.enable_grad()
-def _sent(parameter: Tensor, device: torch.device) -> Tensor:
+def _copied(parameter: Tensor, device: torch.device) -> Tensor:
     return parameter.to(device, copy=True)
 
 
 def _detached(parameter: Tensor, device: torch.device) -> Tensor:
-    return parameter.detach().to(device, copy=True)
+    return _copied(parameter.detach(), device)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -13,16 +13,13 @@ from ..core.devices import seconds_between, time_mark
 
 @dataclass
 class Reading:
-    """Time and memory of one chunk on its device.
-
-    Args:
-        seconds: duration of the forward pass.
-        saved_bytes: size of all tensors saved for backward, the memory that grows with samples.
-    """
+    """Time and memory of one chunk on its device."""
 
     seconds: float = 0.0
+    """Of its forward pass."""
     saved_bytes: float = 0.0
-    _marks: tuple[float | torch.Event, float | torch.Event] | None = field(default=None, repr=False)
+    """Of all tensors saved for backward, the memory that grows with samples."""
+    _marks: tuple[Any, Any] | None = field(default=None, repr=False)
 
     def is_ready(self) -> bool:
         """Whether the device has finished the chunk, so that `seconds` is known."""
@@ -37,9 +34,8 @@ class Reading:
         """Run a call and measure it.
 
         Args:
-            call: the work of the chunk.
-            parameters: parameters of the replica, which do not count as its memory; None skips the measurement of
-                memory, which costs a Python call per saved tensor.
+            parameters: those of the replica, which do not count as its memory; None skips the measurement of memory,
+                which costs a Python call per saved tensor.
         """
         seen = {parameter.untyped_storage().data_ptr() for parameter in parameters or ()}
 
@@ -60,13 +56,7 @@ class Reading:
 
 @dataclass
 class Measurement:
-    """The readings of one step.
-
-    Args:
-        memory: whether bytes are counted.
-        sizes: samples per device; empty until the step has run.
-        readings: one per device.
-    """
+    """The readings of one step, one per device; `memory` tells whether bytes are counted, `sizes` are samples."""
 
     memory: bool
     sizes: list[int] = field(default_factory=list)

@@ -84,14 +84,7 @@ class ReplicaRunner:
         self._attach()
 
     def measure(self, memory: bool) -> Measurement:
-        """Measure the next run.
-
-        Args:
-            memory: also count bytes.
-
-        Returns:
-            The measurement, which is filled when the devices have finished the run.
-        """
+        """Measure the next run, with `memory` its bytes, too; filled when the devices have finished the run."""
         self._measurement = Measurement(memory)
         return self._measurement
 
@@ -107,7 +100,6 @@ class ReplicaRunner:
         """Call a method on every replica that has samples.
 
         Args:
-            method: name of the method, `training_step` for example.
             arguments: positional and keyword arguments per replica; tensors are moved to its device.
             sizes: samples per replica; a replica without samples is not called.
             reader: reads what each replica's loss divides by; None if the method returns none.

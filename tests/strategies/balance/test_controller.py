@@ -147,18 +147,6 @@ def test_equal_devices_under_bursts_keep_equal_shares(seed: int) -> None:
         assert abs(sizes[0] - 32) <= 4
 
 
-@pytest.mark.parametrize(("ratio", "expected"), [(1.35, 32), (2.0, 21)])
-def test_of_devices_in_turn_the_first_looks_slower_and_keeps_its_share(ratio: float, expected: int) -> None:
-    """Measured on equal CPU devices: up to 1.34 times per sample, since the first chunk finds the caches cold."""
-    noise = random.Random(0)
-
-    def seconds(sizes: list[int]) -> list[float]:
-        return per_sample(ratio * noise.uniform(1, 1.1), noise.uniform(1, 1.1))(sizes)
-
-    found = measure(BalanceController(2, in_turn=True), seconds, 64, 100)[-1]
-    assert abs(found[0] - expected) <= 1  # a device of half the speed is found: 64 / 3
-
-
 def test_only_the_first_share_is_found_where_asked() -> None:
     controller = BalanceController(3, warmup=0, only_first=True)
     # the others are taken for as slow as the slowest of them: 4 samples a unit against 1 and 1
