@@ -18,7 +18,7 @@ from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
-from .sharding.whole import gather_tree, holds_shards, shard_entry, shard_like
+from .sharding.whole import gather_tree, shard_entry, shard_like
 
 GivenWeights = Annotated[
     Sequence[float],
@@ -135,8 +135,8 @@ class FSDPStrategy(RankStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         io = self._shard_io
         if io is None or not io.sharded:
-            if holds_shards(checkpoint):  # of a callback, such as the weights of a moving average
-                checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
+            # what is still sharded is of a callback, such as the weights of a moving average
+            checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.balance.kept.save(checkpoint)

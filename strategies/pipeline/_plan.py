@@ -9,7 +9,6 @@ LM( tok: Embedding              tok                                  0
 ```
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -55,15 +54,11 @@ def balanced_cut(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
         """The smallest largest load of a stage and those after it, which hold all from `start` on, and their sizes."""
         if stage == num_stages - 1:
             return (before[num] - before[start]) / weights[stage], [num - start]
-        found, sizes = math.inf, list[int]()
+        options: list[tuple[float, list[int]]] = []
         for end in range(start + 1, num - num_stages + stage + 2):  # each later stage gets one, too
-            load = (before[end] - before[start]) / weights[stage]
-            if load > found:
-                break
-            later, later_sizes = best(stage + 1, end)
-            if max(load, later) <= found:
-                found, sizes = max(load, later), [end - start, *later_sizes]
-        return found, sizes
+            load, (later, sizes) = (before[end] - before[start]) / weights[stage], best(stage + 1, end)
+            options.append((max(load, later), [end - start, *sizes]))
+        return min(options, key=lambda option: (option[0], -option[1][0]))
 
     return best(0, 0)[1]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..batch.policies import Even
 from ..batch.structure import BatchStructure, num_samples
@@ -122,19 +123,17 @@ def gather(outputs: Sequence[Any], target_device: Device, dim: int = 0) -> Any:
     Raises:
         ConfigError: a value is not a tensor or a structure of tensors.
     """
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        device = torch.device(target_device)
-        moved = [output.to(device) for output in outputs]
-        return torch.cat(moved, dim) if first.dim() else torch.stack(moved)
-    if first is None:
-        return None
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs], target_device, dim)) for key in first)
-    if isinstance(first, (list, tuple)):
-        parts = [gather(column, target_device, dim) for column in zip(*outputs, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    raise ConfigError(f"gather: an output of type {type(first).__name__} is not a tensor. Return tensors, or use join.")
+
+    def joined(*values: Any) -> Any:
+        if all(isinstance(value, Tensor) for value in values):
+            moved = [value.to(target_device) for value in values]
+            return torch.cat(moved, dim) if moved[0].dim() else torch.stack(moved)
+        if values[0] is None:
+            return None
+        kind = type(values[0]).__name__
+        raise ConfigError(f"gather: an output of type {kind} is not a tensor. Return tensors, or use join.")
+
+    return tree_map(joined, *outputs)
 
 
 def data_parallel(

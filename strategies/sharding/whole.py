@@ -21,12 +21,14 @@ def gather_tree(tree: Any, keep: bool) -> Any:
         tree: the structure; it is not changed.
         keep: whether this rank needs the values: they are copied to host memory. Elsewhere they are on the meta device.
     """
-    return map_tensors(tree, lambda tensor: _gathered(tensor, keep) if isinstance(tensor, DTensor) else tensor)
 
+    def gathered(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        whole = cast(DTensor, tensor.detach()).full_tensor()
+        return whole.cpu() if keep else torch.empty_like(whole, device="meta")
 
-def _gathered(tensor: DTensor, keep: bool) -> Tensor:
-    whole = cast(DTensor, tensor.detach()).full_tensor()
-    return whole.cpu() if keep else torch.empty_like(whole, device="meta")
+    return map_tensors(tree, gathered)
 
 
 def put_together(
@@ -59,13 +61,6 @@ def put_together(
         states = {whole.get(shard, shard): gather_tree(state, keep) for shard, state in optimizer.state.items()}
         optimizer.state.clear()
         optimizer.state.update(states)
-
-
-def holds_shards(tree: Any) -> bool:
-    """Whether any tensor in nested dicts, lists and tuples is sharded."""
-    found: list[bool] = []
-    map_tensors(tree, lambda tensor: found.append(isinstance(tensor, DTensor)) or tensor)
-    return any(found)
 
 
 def shard_like(whole: Tensor, shard: Any) -> Tensor:
