@@ -27,7 +27,7 @@ from typing_extensions import TypedDict, Unpack, override
 
 from ..strategies import STRATEGIES
 from ..strategies.core.devices import for_lightning, give_devices
-from ..strategies.core.errors import ConfigError
+from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
@@ -37,7 +37,6 @@ from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
 from .checkpoint.clean_points import ExactCheckpoints
-from .config.nearest import did_you_mean
 from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector, lean_logging
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop

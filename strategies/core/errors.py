@@ -1,4 +1,4 @@
-"""The exception raised for user errors, the check of names of submodules, and tables of plain text."""
+"""The exception raised for user errors, names that others may have meant, and tables of plain text."""
 
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
@@ -46,6 +46,16 @@ def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") ->
                 f"{option}: {type(module).__name__} has no module {name!r}; the nearest are {', '.join(near)}. Give "
                 "names of module.named_modules()."
             )
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like a given one; None if none is like it."""
+    return next(iter(get_close_matches(name, list(known), n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
+    """` Did you mean <before><name>?`, to be put behind a sentence; empty if no known name is like the given one."""
+    return f" Did you mean {before}{found}?" if (found := nearest(name, known)) else ""
 
 
 def draw_table(rows: Sequence[Sequence[str]]) -> str:

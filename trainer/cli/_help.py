@@ -17,8 +17,9 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ...strategies.core.errors import did_you_mean, nearest
 from ..config.group_files import PACKAGE, Source, first_sentence, leaves
-from ..config.nearest import GONE, did_you_mean, nearest
+from ..config.plain_values import GONE
 
 INDENT = 34
 """Characters of the column of names."""

@@ -111,15 +111,22 @@ def outlive_reader(stream: Any) -> None:
         setattr(stream, name, lenient(getattr(stream, name)))
 
 
+FORMER = {
+    r"^(\+*)ckpt_path=": "resume=",  # lightning-hydra-template's
+    r"^(\+*checkpoint)\.async=": r"\1.background=",  # a keyword of Python
+    r"^(\+*strategy)\.verify_loss=": r"\1.verify=",
+}
+"""How options of earlier versions, and of others, are written now."""
+
+
 def replace_former_words() -> None:
     """Take out of the command line what others put there, put overrides last, and bring former names up to date."""
     # of `python -m torch.distributed.launch`, which also sets LOCAL_RANK
     words = [word for word in sys.argv[1:] if not word.startswith(("--local-rank=", "--local_rank="))]
     words.sort(key=is_override)  # argparse refuses `a=1 -m b=2`, options between other words
-    words = [re.sub(r"^(\+*)ckpt_path=", "resume=", word) for word in words]  # lightning-hydra-template's
-    # a keyword of Python
-    words = [re.sub(r"^(\+*checkpoint)\.async=", r"\1.background=", word) for word in words]
-    sys.argv[1:] = [re.sub(r"^(\+*strategy)\.verify_loss=", r"\1.verify=", word) for word in words]
+    for former, now in FORMER.items():
+        words = [re.sub(former, now, word) for word in words]
+    sys.argv[1:] = words
 
 
 def run(source: Source, config_name: str) -> None:
@@ -187,11 +194,7 @@ def wants_traceback() -> bool:
 
 
 def end(exc: Exception, source: Source) -> NoReturn:
-    """End the command: a user error is one sentence, and of any other exception the user's frames are shown.
-
-    Raises:
-        SystemExit: with the status of a worker that has ended the run; 1 in general.
-    """
+    """End the command: a user error is one sentence, and of any other exception the user's frames are shown."""
     sentence = str(exc) if isinstance(exc, (ConfigError, WorkerError)) else None
     sentence = sentence or composition_sentence(exc, source, overrides())
     if sentence is None:

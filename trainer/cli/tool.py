@@ -37,9 +37,6 @@ WORDS = {
     "proof": "try on this machine what Evener claims, beside what else is installed, and write proof.html",
 }
 
-OTHERS = ("train", "config", "proof")
-"""Words behind which another program reads the rest of the command line."""
-
 
 def main() -> None:
     """Run the command `evener`."""
@@ -48,17 +45,18 @@ def main() -> None:
         return complete([word for word in words if word != "train"])
     if words and words[0] not in WORDS and ("=" in words[0] or words[0] in ("-m", "--multirun", "--cfg", "-c")):
         words = ["train", *words]  # `evener strategy=ddp`
+    others = {"train": train, "config": config, "proof": proof}  # which read the rest of the command line
     parser = argparse.ArgumentParser(
         prog="evener", description="Train any LightningModule on any set of devices; the strategy is one word."
     )
     parser.add_argument("--version", action="version", version=f"evener {version('evener')}")
     commands = parser.add_subparsers(dest="word", metavar="COMMAND", title="commands")
     for word, meaning in WORDS.items():
-        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in OTHERS)
+        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in others)
         if word == "new":
             added.add_argument("folder", help="the project's folder, which must not exist; its name is the project's")
-    if words and words[0] in OTHERS:
-        return {"train": train, "config": config, "proof": proof}[words[0]](words[1:])
+    if words and words[0] in others:
+        return others[words[0]](words[1:])
     given = parser.parse_args(words)
     if given.word == "new":
         return new(Path(given.folder))
@@ -165,9 +163,8 @@ def devices() -> list[tuple[str, str]]:
 
     from ...strategies.core.devices import device_model, memory_bytes
 
-    built = [("cuda", f"{torch.version.cuda or 'not in this build of torch'}")]
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is None:
-        return built
-    found = [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
-    sizes = [f"{device_model(device)}, {memory_bytes(device) / 2**30:.1f} GiB" for device in found]
-    return [*built, *zip(map(str, found), sizes, strict=True)]
+    accelerator, built = torch.accelerator.current_accelerator(check_available=True), torch.version.cuda
+    num = torch.accelerator.device_count() if accelerator else 0
+    found = [torch.device(str(accelerator), i) for i in range(num)]
+    sizes = [(str(device), f"{device_model(device)}, {memory_bytes(device) / 2**30:.1f} GiB") for device in found]
+    return [("cuda", built or "not in this build of torch"), *sizes]

@@ -22,12 +22,12 @@ from typing_extensions import TypeIs
 
 from ...strategies import ConfigError
 from ...strategies.core.devices import resolve_devices
+from ...strategies.core.errors import did_you_mean
 from ...strategies.core.lightning_names import verify_family
 from ...strategies.core.options import hints_of, verify_value
 from ...strategies.registry import num_processes
 from .group_files import PACKAGE
-from .nearest import did_you_mean, verify_not_gone
-from .plain_values import NARROWER, SEARCHED, verify_plain, whole
+from .plain_values import NARROWER, SEARCHED, verify_not_gone, verify_plain, whole
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",

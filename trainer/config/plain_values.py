@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ...strategies.core.errors import ConfigError
+from ...strategies.core.errors import ConfigError, did_you_mean
+from ...strategies.core.options import GONE as GONE_OPTIONS
 from ...strategies.core.options import Advice, Count, Limit, Natural, NotNegative, Positive, verify_value
 from .group_files import PACKAGE
-from .nearest import did_you_mean
 
 MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
@@ -90,6 +90,21 @@ OTHER_PRECISIONS = {
     "64-true": ("fp64", "float64", "double"),
 }
 """What others call the values of `precision`."""
+
+
+GONE = {
+    "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
+    "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
+    "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
+    "evener.trainer.callbacks.ModuleSummary": "Give pytorch_lightning.callbacks.ModelSummary.",
+} | {f"strategy.{name}": advice for name, advice in GONE_OPTIONS.items()}
+"""Options and classes of earlier versions, and what to do without them."""
+
+
+def verify_not_gone(name: str) -> None:
+    """Refuse an option or a class of an earlier version by what took its place."""
+    if name in GONE:
+        raise ConfigError(f"{name} is no longer there. {GONE[name]}")
 
 
 def verify_plain(cfg: DictConfig) -> None:

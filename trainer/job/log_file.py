@@ -67,8 +67,7 @@ class ConsoleHandler(_StreamHandler):
 def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     """Send the log of this process to `train.log` and the console, in place of Hydra's and Lightning's handlers.
 
-    Args:
-        rank: this process's rank; ranks above 0 report errors only, on the console.
+    Ranks above 0 report errors only, on the console.
     """
     # `LogEveryEpoch` shortens the interval right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
@@ -114,17 +113,47 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
         root.handlers += hydras
 
 
-def failure(cfg: DictConfig, rank: int, num_processes: int = 1, **told: Any) -> Result:
-    """The result of a run that has failed; `told` has the `reason` and other fields."""
-    told.setdefault("num_restarts", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-    return Result(
+def report(
+    cfg: DictConfig, rank: int, num_processes: int, cause: BaseException | str, num_restarts: int | None = None
+) -> tuple[Result, bool]:
+    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+
+    Args:
+        cause: what it raised; or, of a rank that was killed, and could not report that, how it ended, which is the
+            reason of the failures that others have reported.
+        num_restarts: None for what the launcher told this process.
+
+    Returns:
+        The failed result, and whether it is the first one; mostly that is the reason of the others.
+    """
+    if num_restarts is None:
+        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    told: dict[str, Any] = {"reason": cause} if isinstance(cause, str) else described(cause)
+    failed = Result(
         cfg.mode, strategy_name(cfg), [], num_processes, cfg.run_dir, monitor=cfg.monitor, status=FAILED,
-        failed_rank=rank, failed_at=time.strftime("%Y-%m-%d %H:%M:%S"), environment=environment(()), **told,
+        failed_rank=rank, failed_at=time.strftime("%Y-%m-%d %H:%M:%S"), num_restarts=num_restarts,
+        environment=environment(()), **told,
     )  # fmt: skip
+    is_first, first = True, None
+    with suppress(OSError):  # a full disk must not hide the reason
+        if isinstance(cause, str):
+            failed.write()
+        elif not failed.write_first():
+            is_first, first = False, Result.of_failure(cfg.run_dir)
+    text, whole = failed.told, failed.trace.rstrip()
+    if is_first and whole not in ("", failed.frames):
+        text = f"{text}\n\n{whole}"
+    if first is None or first.reason != failed.reason:
+        text = f"rank {rank} failed{'' if is_first else ' too'}: {text}"
+        record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
+        # the log's own handlers write on rank 0 only
+        with suppress(OSError), (Path(cfg.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
+            file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
+    return failed, is_first
 
 
 def described(exc: BaseException) -> dict[str, Any]:
-    """Describe an exception for `failure`; of a KeyboardInterrupt Lightning makes a SystemExit."""
+    """The fields of a failed result that an exception decides; of a KeyboardInterrupt Lightning makes a SystemExit."""
     if isinstance(exc, SystemExit) and isinstance(exc.__context__, KeyboardInterrupt):
         exc = exc.__context__
     if (sentence := sentence_of(exc)) is not None:
@@ -139,11 +168,6 @@ def _last_line(exc: BaseException) -> str:
     line = line.removeprefix("| ")
     inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
     return f"{line}: {'; '.join(map(_last_line, inner))}" if inner else line
-
-
-def is_stop(exc: BaseException) -> bool:
-    """Whether an exception answers a signal; others, a SystemExit included, are of the user's code."""
-    return isinstance(exc, (Interrupted, KeyboardInterrupt))  # Lightning's loops let no other KeyboardInterrupt through
 
 
 def sentence_of(exc: BaseException) -> str | None:
@@ -184,33 +208,6 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
     return f"{text}\n({left_out} frames of libraries are left out; {rest}.)" if left_out else text
 
 
-def report(failed: Result, was_killed: bool = False) -> bool:
-    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
-
-    Args:
-        was_killed: whether the rank could not report it itself; it is the reason of those that others have reported.
-
-    Returns:
-        Whether this is the first failure; mostly it is the reason of the others.
-    """
-    is_first, first = True, None
-    with suppress(OSError):  # a full disk must not hide the reason
-        if was_killed:
-            failed.write()
-        elif not failed.write_first():
-            is_first, first = False, Result.of_failure(failed.run_dir)
-    told, whole = failed.told, failed.trace.rstrip()
-    if is_first and whole not in ("", failed.frames):
-        told = f"{told}\n\n{whole}"
-    if first is None or first.reason != failed.reason:
-        text = f"rank {failed.failed_rank} failed{'' if is_first else ' too'}: {told}"
-        record = logging.makeLogRecord({"name": __name__, "levelname": "ERROR", "msg": text})
-        # the log's own handlers write on rank 0 only
-        with suppress(OSError), (Path(failed.run_dir) / LOG_FILE).open("a", encoding="utf-8", errors=ESCAPED) as file:
-            file.write(f"{logging.Formatter(FORMAT).format(record)}\n")
-    return is_first
-
-
 class Interrupted(SystemExit):
     """Exit because of a signal, with the status that shells expect: 128 + its number.
 
@@ -221,12 +218,9 @@ class Interrupted(SystemExit):
         told: whether it was said that nothing was trained.
     """
 
-    told = False
-
     def __init__(self, signum: int, begun: bool = True) -> None:
         super().__init__(128 + signum)
-        self.signum = signum
-        self.begun = begun
+        self.signum, self.begun, self.told = signum, begun, False
 
 
 @contextmanager
@@ -237,9 +231,6 @@ def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
 
     Args:
         trainer: what trains; without one the process has nothing to save, and the first signal ends it at once.
-
-    Raises:
-        Interrupted: the run was stopped by a signal, to this process or to another rank.
     """
 
     def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
@@ -264,9 +255,9 @@ def saves(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == "fit" and bool(getattr(trainer.fit_loop, "takes_steps", by_step))
 
 
-def tell_stop(exc: BaseException) -> None:
+def tell_stop(exc: Interrupted) -> None:
     """Say of a run that a signal has ended before it had something to save that this is so."""
-    if isinstance(exc, Interrupted) and not exc.begun:
+    if not exc.begun:
         rank_zero_info(f"Stopped by {signal.Signals(exc.signum).name} before the first step.")
         exc.told = True
 

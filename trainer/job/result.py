@@ -26,10 +26,9 @@ PATIENCE_S = 2.0
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message contains its rank and the reason.
+    """A worker failed; the message contains its rank, the frames of the user's code, and the reason.
 
     Args:
-        message: rank, frames of the user's code, and reason.
         trace: the worker's whole traceback; empty if it left none.
         rank: the worker's; None if no worker is at fault.
         status: the exit status of the command.
@@ -37,9 +36,7 @@ class WorkerError(RuntimeError):
 
     def __init__(self, message: str, trace: str = "", rank: int | None = None, status: int = 1) -> None:
         super().__init__(message)
-        self.trace = trace
-        self.rank = rank
-        self.status = status
+        self.trace, self.rank, self.status = trace, rank, status
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,12 @@ class Result:
     """The outcome of one run, also written as `result.json` in the run directory.
 
     Args:
-        mode: fit, validate, test or predict.
-        strategy: name of the strategy.
         devices: the devices of all processes of one node, in order.
         num_processes: processes over all nodes.
         run_dir: directory of everything that the run wrote.
         metrics: final value of every logged metric, by name; test metrics included after `fit`.
-        monitor: name of the monitored metric.
-        monitored: its best value after `fit`, that of the best checkpoint; its final value in the other modes and if no
-            checkpoint is ranked by it; None if it was never logged.
+        monitored: best value of the metric `monitor` after `fit`, that of the best checkpoint; its final value in the
+            other modes and if no checkpoint is ranked by it; None if it was never logged.
         monitored_epoch: the epoch of that best value, from 0; None for a final value.
         global_batch: samples of one optimizer step's forward over all processes; None if nothing was trained.
         samples_per_s: training samples per second over all processes, validation time excluded.
@@ -110,14 +104,12 @@ class Result:
         """Why the run failed: the frames of the user's code and the reason; without traceback, the reason."""
         return self.frames or str(self.reason)
 
-    def write(self) -> Path:
-        """Write `result.json` into the run directory atomically, and return its path."""
+    def write(self) -> None:
+        """Write `result.json` into the run directory atomically."""
         from ...strategies.core.files import replacing  # here, as a command that only reads results needs no torch
 
-        path = Path(self.run_dir) / RESULT_FILE
-        with replacing(path) as temporary:
+        with replacing(Path(self.run_dir) / RESULT_FILE) as temporary:
             write_json(self, temporary)
-        return path
 
     def write_first(self) -> bool:
         """Write `result.json`, unless another rank has; return whether this one did."""
@@ -136,7 +128,11 @@ class Result:
         return None
 
     def _repr_html_(self) -> str:
-        return as_html(self)
+        """The summary table and the paths, for notebooks."""
+        paths = {"best checkpoint": short_path(self.best_checkpoint), "run directory": short_path(self.run_dir)}
+        rows = [(label, value) for label, value in (*summary_rows(self), *paths.items()) if value]
+        cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows)
+        return f"<table><caption>{self.mode} {self.status}</caption>{cells}</table>"
 
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":
@@ -196,58 +192,31 @@ NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
 
 def summary_rows(result: Result) -> list[tuple[str, str]]:
     """List the rows of the summary table as (label, value); paths are below it."""
-    untrained = result.mode != "fit" and result.started_from is None
+    metrics, untrained = result.metrics, result.mode != "fit" and result.started_from is None
     nan = ["the weights"] if result.status == DIVERGED else []
-    nan += sorted(name for name, value in result.metrics.items() if math.isnan(value))
-    processes = f", {result.num_processes} processes" if result.num_processes > 1 else ""
+    nan += sorted(name for name, value in metrics.items() if math.isnan(value))
+    shares = [f"{value:.0%}" for name, value in metrics.items() if name.startswith("balance/share_")]
+    if shares and "balance/efficiency" in metrics:
+        shares.append(f"efficiency {metrics['balance/efficiency']:.2f}")
+    peaks = [f"{peak:,.0f}" for peak in result.peak_memory_mib]
     rows = [
         ("strategy", result.strategy),
-        ("devices", ", ".join(result.devices) + processes),
+        ("devices", ", ".join(result.devices) + (f", {n} processes" if (n := result.num_processes) > 1 else "")),
         ("global batch", "" if result.global_batch is None else f"{result.global_batch} samples"),
-        ("shares", shares_text(result.metrics)),
+        ("shares", ", ".join(shares)),
         ("speed", "" if result.samples_per_s is None else f"{result.samples_per_s:,.0f} samples/s"),
-        ("peak memory", memory_text(result.peak_memory_mib)),
+        ("peak memory", f"{', '.join(peaks if len(set(peaks)) > 1 else peaks[:1])} MiB" if peaks else ""),
         ("weights", "untrained: the module's own; resume=last takes trained ones" if untrained else ""),
         ("nan", ", ".join(nan)),
-        *((name, value_text(name, result)) for name in sorted(result.metrics) if is_shown(name, result)),
     ]
+    for name in sorted(metrics):
+        is_repeated = name.endswith("_epoch") and name.removesuffix("_epoch") in metrics
+        if not (is_repeated or name.endswith("_step") or name.startswith(NOT_THEIRS)):
+            rows.append((name, f"{metrics[name]:.4f}"))
+            if name == result.monitor and result.monitored is not None and result.monitored_epoch is not None:
+                best = f"{result.monitored:.4f} in epoch {result.monitored_epoch}, the best"
+                rows[-1] = (name, f"{best} (last {metrics[name]:.4f})")
     return [(label, value) for label, value in rows if value]
-
-
-def value_text(name: str, result: Result) -> str:
-    """A metric's final value; of the monitored one the best, such as `0.1234 in epoch 7 (last 0.1301)`."""
-    last = f"{result.metrics[name]:.4f}"
-    if name != result.monitor or result.monitored is None or result.monitored_epoch is None:
-        return last
-    return f"{result.monitored:.4f} in epoch {result.monitored_epoch}, the best (last {last})"
-
-
-def as_html(result: Result) -> str:
-    """The summary table and the paths as HTML, for notebooks."""
-    paths = {"best checkpoint": short_path(result.best_checkpoint), "run directory": short_path(result.run_dir)}
-    rows = [(label, value) for label, value in (*summary_rows(result), *paths.items()) if value]
-    cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows)
-    return f"<table><caption>{result.mode} {result.status}</caption>{cells}</table>"
-
-
-def shares_text(metrics: dict[str, float]) -> str:
-    """Final batch shares of a balanced strategy, such as `47%, 53%, efficiency 0.90`; empty for other strategies."""
-    shares = [value for name, value in metrics.items() if name.startswith("balance/share_")]
-    efficiency = metrics.get("balance/efficiency")
-    shown = [f"{share:.0%}" for share in shares] + ([] if efficiency is None else [f"efficiency {efficiency:.2f}"])
-    return ", ".join(shown) if shares else ""
-
-
-def memory_text(peaks_mib: list[float]) -> str:
-    """Peak memory per device, such as `812, 790 MiB`; a single number if all are equal."""
-    shown = [f"{peak:,.0f}" for peak in peaks_mib]
-    return f"{', '.join(shown[:1] if len(set(shown)) == 1 else shown)} MiB" if shown else ""
-
-
-def is_shown(name: str, result: Result) -> bool:
-    """Whether to show a metric: not a step's value, nor what callbacks measured, nor an epoch's value twice."""
-    repeated = name.endswith("_epoch") and name.removesuffix("_epoch") in result.metrics
-    return not (name.endswith("_step") or name.startswith(NOT_THEIRS) or repeated)
 
 
 def show_summary(result: Result, log_dir: str = "logs") -> None:

@@ -31,7 +31,7 @@ from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
 from ..loggers.tensorboard import OUR_OWN, TensorBoardLogger, hyperparameters, in_order, overridden
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
-from .log_file import described, failure, graceful_stop, is_stop, report, run_log, tell_stop
+from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
 from .tuning import with_batch_size, with_learning_rate
 
@@ -68,24 +68,22 @@ class Run:
     def execute(self) -> Result:
         """Run `cfg.mode`; what ends it is told once, in the run's log and in `result.json`.
 
-        Returns:
-            The result, which rank 0 also writes to the run directory.
-
         Raises:
-            ConfigError: an option can't be honoured.
             WorkerError: this rank failed after another, whose process tells the reason; or the user's code ended it by
                 what is no error, such as `sys.exit()`.
         """
         with run_log(self.cfg.run_dir, self.rank):
             try:
                 return run(self.cfg)
+            except Interrupted as exc:
+                tell_stop(exc)
+                raise
+            except KeyboardInterrupt:  # a second Ctrl-C; Lightning's loops let no other one through
+                raise
             except BaseException as exc:
-                if is_stop(exc):
-                    tell_stop(exc)
-                    raise
                 rank = self.rank if survivors.own is None else survivors.own.rank  # it may have taken another's place
-                failed = failure(self.cfg, rank, self.num_processes, **described(exc))
-                if not report(failed):
+                failed, is_first = report(self.cfg, rank, self.num_processes, exc)
+                if not is_first:
                     raise WorkerError(f"rank {rank} failed too: {failed.reason}", failed.trace) from exc
                 if isinstance(exc, Exception):
                     raise

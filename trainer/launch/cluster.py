@@ -16,16 +16,10 @@ from contextlib import suppress
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.plugins.environments import (
-    ClusterEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
-from ...strategies.distributed.environment import kubeflow
 from ...strategies.distributed.signed_store import secret_check, signed
 from ...strategies.distributed.store import (
     RankError,
@@ -48,20 +42,13 @@ POLL_S = 0.05
 _num_jobs = 0
 
 
-def detect() -> ClusterEnvironment | None:
-    """Detect the launcher that started this process as one of several; None if there is none."""
-    for kind in (TorchElasticEnvironment, SLURMEnvironment, MPIEnvironment):
-        if kind.detect():
-            return kind()
-    return kubeflow()
-
-
 def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
     """Send a job's resolved configuration to the other ranks."""
     global _num_jobs
     if cluster.world_size() > 1:
         _jobs(cluster, cfg.num_nodes).set(f"job/{_num_jobs}", OmegaConf.to_yaml(cfg, resolve=True))
-        _runs(cluster).set(f"run_dir/{_num_jobs}", str(cfg.run_dir))
+        if _num_jobs == 0:
+            _runs(cluster).set("run_dir", str(cfg.run_dir))
         _num_jobs += 1
 
 
@@ -104,7 +91,7 @@ def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
     runs = _runs(cluster)
-    return runs.get("run_dir/0").decode() if runs.check(["run_dir/0"]) else None
+    return runs.get("run_dir").decode() if runs.check(["run_dir"]) else None
 
 
 def _runs(cluster: ClusterEnvironment) -> Store:
@@ -117,11 +104,7 @@ _DIRECTORY = "${log_dir}/${name}/${hydra:runtime.choices.strategy}"
 
 
 def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[str]:
-    """Replace a range of machines on the command line by their present number, the run's directory and `resume=auto`.
-
-    Returns:
-        The words; the same ones if there is no range.
-    """
+    """Replace a range of machines by their present number, the run's directory and `resume=auto`."""
     found = next((match for match in map(_RANGE.fullmatch, words) if match), None)
     if found is None:
         return list(words)

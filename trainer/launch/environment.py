@@ -25,9 +25,12 @@ def detect_launcher() -> "ClusterEnvironment | None":
     """Detect the launcher that started this process as one of several; None if there is none."""
     if not any(name.startswith(LAUNCHER_VARIABLES) for name in os.environ):
         return None
-    from .cluster import detect  # needs Lightning
+    from pytorch_lightning.plugins import environments  # slow to import
 
-    return detect()
+    from ...strategies.distributed.environment import kubeflow
+
+    kinds = (environments.TorchElasticEnvironment, environments.SLURMEnvironment, environments.MPIEnvironment)
+    return next((kind() for kind in kinds if kind.detect()), None) or kubeflow()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ...strategies.distributed.processes import AdoptedProcess, Process, RankPro
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
-from ..job.log_file import Interrupted, failure, loss, report, run_log, tell_stop
+from ..job.log_file import Interrupted, loss, report, run_log, tell_stop
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
 from . import cluster, worker
@@ -42,23 +42,7 @@ def launch(cfg: DictConfig) -> Result:
     rank = started_by.global_rank() if started_by else 0
     with nullcontext() if rank else locked(Path(cfg.run_dir)):
         plan = LaunchPlan.of(cfg)
-        needed = plan.num_processes * cfg.num_nodes if plan.num_processes else 1
-        if started_by and started_by.world_size() != needed:
-            raise ConfigError(
-                f"The launcher started {started_by.world_size()} processes, but the strategy needs {needed} "
-                f"({plan.num_processes or 1} on each of {cfg.num_nodes} nodes). Change devices and num_nodes, or the "
-                "number of processes."
-            )
-        if not started_by and plan.num_processes is None and cfg.num_nodes > 1:
-            raise ConfigError(
-                f"num_nodes must be 1 for a strategy of one process; got num_nodes={cfg.num_nodes}. Set num_nodes=1, "
-                "or choose a strategy of several processes, such as strategy=ddp."
-            )
-        if not started_by and cfg.num_nodes > 1:
-            raise ConfigError(
-                f"num_nodes={cfg.num_nodes} needs an external launcher to start processes on other machines. Run on "
-                f"each machine: torchrun --nnodes={cfg.num_nodes} --nproc-per-node={plan.num_processes} train.py ..."
-            )
+        verify_processes(cfg, plan.num_processes, started_by.world_size() if started_by else None)
         if cfg.launcher.get("survive", False):
             verify_survive(cfg, plan, "a cluster's launcher" if started_by else "")
         if rank == 0:
@@ -73,14 +57,31 @@ def launch(cfg: DictConfig) -> Result:
             return launch_workers(cfg, plan)
 
 
-def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
-    """Refuse `launcher.survive` where ranks can't go on without one that has died.
+def verify_processes(cfg: DictConfig, on_node: int | None, started: int | None) -> None:
+    """Refuse another number of processes than the strategy needs: `on_node` on each, None for one without others."""
+    num_nodes, needed = cfg.num_nodes, on_node * cfg.num_nodes if on_node else 1
+    if started and started != needed:
+        raise ConfigError(
+            f"The launcher started {started} processes, but the strategy needs {needed} ({on_node or 1} on each of "
+            f"{num_nodes} nodes). Change devices and num_nodes, or the number of processes."
+        )
+    if started or num_nodes == 1:
+        return
+    if on_node is None:
+        raise ConfigError(
+            f"num_nodes must be 1 for a strategy of one process; got num_nodes={num_nodes}. Set num_nodes=1, or choose "
+            "a strategy of several processes, such as strategy=ddp."
+        )
+    raise ConfigError(
+        f"num_nodes={num_nodes} needs an external launcher to start processes on other machines. Run on each machine: "
+        f"torchrun --nnodes={num_nodes} --nproc-per-node={on_node} train.py ..."
+    )
 
-    Args:
-        launcher: what has started this process; empty if nothing has.
-    """
-    options = {name: value for name, value in cfg.strategy.items() if name in _ALONE and value != _ALONE[name]}
+
+def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
+    """Refuse `launcher.survive` where ranks can't go on without one that has died; `launcher` has started this one."""
     name, spares = strategy_name(cfg), cfg.get("launcher", {}).get("spares", 0)
+    options = {key: value for key, value in cfg.strategy.items() if key in _ALONE and value != _ALONE[key]}
     if name == "ddp" and cfg.strategy.get("batch_size_is", "per_device") != "global":
         options["batch_size_is"] = cfg.strategy.get("batch_size_is", "per_device")
     found = (
@@ -119,7 +120,8 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
         num_processes = plan.num_processes
         assert num_processes is not None
         try:
-            return _launch(cfg, num_processes, can_fork(plan))
+            run_workers(cfg, num_processes, can_fork(plan))
+            return Result.read(cfg.run_dir)
         except WorkerError as exc:
             least = cfg.launcher.min_processes
             if exc.rank is None or least is None or num_processes <= least:
@@ -153,8 +155,8 @@ def can_fork(plan: LaunchPlan) -> bool:
     return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
 
 
-def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
-    """Run the workers, and tell how they ended."""
+def run_workers(cfg: DictConfig, num_processes: int, forks: bool) -> None:
+    """Run the workers, or raise what ended them if that is not their work."""
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -168,19 +170,14 @@ def _launch(cfg: DictConfig, num_processes: int, forks: bool) -> Result:
             raise stopped(workers, cfg, signal.Signals(workers.requests.signum))
         if failed is not None:
             raise explain(workers, cfg, failed)
-    return Result.read(cfg.run_dir)
 
 
 class Workers(RankProcesses):
     """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
 
     Args:
-        scratch: a directory for what they leave, by attempt.
+        scratch: a directory for what they leave, in a `folder` for each `attempt` to start all, from 0.
         forks: whether they are forked from this process.
-
-    Attributes:
-        attempt: the number of the last start of all, from 0.
-        folder: what those of the last attempt leave.
     """
 
     def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
@@ -192,11 +189,7 @@ class Workers(RankProcesses):
         self._agent: Agent | None = None
 
     def run(self) -> int | None:
-        """Run all ranks, and anew after a failure if that is allowed; they meet at a store of this process.
-
-        Returns:
-            The rank that failed first, in the last attempt; None if none did.
-        """
+        """Run all ranks, and anew after a failure if that is allowed; return the one that failed first at last."""
         failed = None
         for attempt in range(self._cfg.launcher.max_restarts + 1):
             self.attempt = attempt
@@ -302,7 +295,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
             "more seconds."
         )
-        report(failure(cfg, 0, workers.num_processes, reason=reason, num_restarts=workers.attempt), was_killed=True)
+        report(cfg, 0, workers.num_processes, reason, workers.attempt)
         return WorkerError(reason)
     else:
         tell_stop(ended)
@@ -319,7 +312,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     if told is None or not workers.has_ended(rank):
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
         reason = f"{how} (process {process.pid})"
-        report(failure(cfg, rank, workers.num_processes, reason=reason, num_restarts=workers.attempt), was_killed=True)
+        report(cfg, rank, workers.num_processes, reason, workers.attempt)
         return WorkerError(f"rank {rank} failed: {reason}", rank=rank)
     if told.refused:
         return ConfigError(told.told)

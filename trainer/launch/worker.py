@@ -19,13 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from ...strategies.distributed import survivors
-from ...strategies.distributed.process_exit import (
-    ASK_TO_STOP,
-    die_with_starter,
-    end_process,
-    forking,
-    leave_in_time,
-)
+from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter, end_process, forking, leave_in_time
 from ...strategies.distributed.store import leave_store
 from ...strategies.distributed.survivors import Board, Survivor
 from ..job.log_file import Interrupted, graceful_stop
@@ -68,11 +62,7 @@ def begin() -> None:
 
 
 def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board | None) -> None:
-    """Run one rank in a process of its own.
-
-    Raises:
-        SystemExit: with the rank's status.
-    """
+    """Run one rank in a process of its own, which ends with the rank's status."""
     os.environ.update(variables)
     begin()
     for signum in ASK_TO_STOP:  # they are blocked until it stops in order, and may come when it has ended
@@ -89,11 +79,7 @@ def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board |
 
 
 def exit_status(cfg: DictConfig, folder: Path) -> int:
-    """Run one rank.
-
-    Returns:
-        The exit status of a Python script that ends the same way; not 0 if the user's code has ended this rank.
-    """
+    """Run one rank; return the status of a script that ends the same way, not 0 if the user's code has ended it."""
     rank = int(os.environ["RANK"])
     tells = True
     with graceful_stop():

@@ -63,11 +63,7 @@ class SimulatedStages(Stages):
 
 
 class Finished(Exception):
-    """Raised to end the run once all questions are answered; the result is `value`."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
+    """Raised, with the result, to end the run once all questions are answered."""
 
 
 class SimulatedStrategy(SingleDeviceStrategy):

@@ -24,14 +24,7 @@ from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, write_json
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import (
-    StageMemory,
-    Topology,
-    in_flight,
-    is_for_accelerator,
-    topology_of,
-    with_owner,
-)
+from ._topology import StageMemory, Topology, in_flight, is_for_accelerator, topology_of, with_owner
 
 GB = 10**9
 UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
@@ -95,10 +88,7 @@ class MemoryPlan:
 
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
-    """Compute the memory of each device for the configured strategy. Devices are not used and need not exist.
-
-    Returns:
-        The plan, also written as `plan.json` into the run directory.
+    """Compute the memory of each device for the configured strategy, and write it as `plan.json`.
 
     Raises:
         ConfigError: the strategy, or an operation of the training step, is not supported.
@@ -122,7 +112,7 @@ def interview(cfg: DictConfig, topology: Topology, ask: Callable[[int], Question
             looks = LambdaCallback(on_train_batch_end=lambda *_: None)  # pyright: ignore  # as a run's, which get outputs
             quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
     except Finished as answered:
-        return answered.value
+        return answered.args[0]
     except UNREADABLE as exc:
         raise ConfigError(
             f"mode=plan runs training_step with shapes only, but it reads values ({str(exc).splitlines()[0]}). "

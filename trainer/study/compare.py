@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
+from ...strategies.core.errors import did_you_mean
 from ..config.checks import QUIET, plain
 from ..config.group_files import PACKAGE
-from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, short_path, write_json
 from .trial import OK, WINDOW, Probe, Trial, run_trial
@@ -54,11 +54,6 @@ class Comparison:
     reason: str
 
 
-def tolerance_of(precision: str) -> float:
-    """The largest relative difference between losses that rounding explains at a precision."""
-    return next((limit for bits, limit in TOLERANCES.items() if bits in precision), TOLERANCES["16"])
-
-
 def judge(trials: list[Trial], tolerance: float, device_mib: float | None = None) -> Comparison:
     """Compare losses, which count as equal within the tolerance, and recommend a strategy.
 
@@ -91,17 +86,16 @@ def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None
     fitting = [trial for trial in trials if device_mib is None or trial.peak_mib <= device_mib]
     if not fitting:
         return None, "no strategy trained" + (" within device_memory_gb" if trials else "") + "; see the reasons above"
-    fastest = max(fitting, key=lambda trial: trial.samples_per_s)
-    equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest.samples_per_s]
+    fastest = max(trial.samples_per_s for trial in fitting)
+    equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest]
     least = min(trial.peak_mib for trial in equal)
     best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
-    others = [trial for trial in fitting if trial is not best]
-    if not others:
+    if len(fitting) == 1:
         return best.strategy, "it is the only one that trained"
     if rivals := [trial.strategy for trial in equal if trial is not best]:
         merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
         return best.strategy, f"it is as fast as {', '.join(rivals)} (within {NOISE:.0%}), and {merit}"
-    second = max(others, key=lambda trial: trial.samples_per_s)
+    second = max((trial for trial in fitting if trial is not best), key=lambda trial: trial.samples_per_s)
     ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
     overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
     doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
@@ -186,26 +180,22 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
             f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure: the clock is "
             f"read every {WINDOW} batches. Give warmup_steps >= 1 and more steps."
         )
-    trials: list[Trial] = []
-    began_s = time.monotonic()
+    trials, began_s = list[Trial](), time.monotonic()
     with run_log(cfg.run_dir):
         log.info("compare: %d strategies: %s", len(names), ", ".join(names))
-        for name in names:
+        for done, name in enumerate(names, start=1):
             folder = Path(cfg.run_dir) / "compare" / name
-            trials.append(run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s))
-            log.info(progress_line(trials, len(names), time.monotonic() - began_s))
+            trial = run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s)
+            found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
+            left_s = (time.monotonic() - began_s) / done * (len(names) - done)
+            left = f", about {left_s:.0f} s left" if done < len(names) else ""
+            log.info(f"{done} of {len(names)}  {name:<28} {found}{left}")
+            trials.append(trial)
     limit = cfg.get("device_memory_gb")
-    comparison = judge(trials, tolerance_of(str(cfg.precision)), limit and limit * 1e9 / 2**20)
+    tolerance = next((most for bits, most in TOLERANCES.items() if bits in str(cfg.precision)), TOLERANCES["16"])
+    comparison = judge(trials, tolerance, limit and limit * 1e9 / 2**20)
     write_json(comparison, Path(cfg.run_dir) / "compare.json")
     return comparison
-
-
-def progress_line(trials: list[Trial], num_all: int, seconds: float) -> str:
-    """One row of the table as it grows: the newest trial's result, how many are done, and the time that is left."""
-    trial, rest = trials[-1], num_all - len(trials)
-    found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
-    left = f", about {seconds / len(trials) * rest:.0f} s left" if rest else ""
-    return f"{len(trials)} of {num_all}  {trial.strategy:<28} {found}{left}"
 
 
 def chosen_strategies(cfg: DictConfig) -> list[str]:

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from typing_extensions import override
 
 from ...strategies import ConfigError
+from ...strategies.core.errors import did_you_mean
 from ..config.checks import instantiate, plain, strategy_name
 from ..config.group_files import leaves
-from ..config.nearest import did_you_mean
 from ..job.log_file import run_log
 from ..job.result import DIVERGED, FAILED, Result
 from .sweep import Variant, show
@@ -96,7 +96,8 @@ class Search:
         self.options: DictConfig = cfg.hparams_search
         self.optuna = importlib.import_module("optuna")
         self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
-        self.space = {key: self._distribution(key, text) for key, text in flat(plain(self.options.space)).items()}
+        given = leaves(plain(self.options.space) or {})  # null removes one
+        self.space = {key: self._distribution(key, text) for key, text in given if text not in (None, {})}
         if not self.space:
             raise ConfigError(f"hparams_search.space is empty. Give keys with {ALLOWED}.")
         self.storage = str(self.options.storage or run_dir / "optuna.log")
@@ -105,12 +106,7 @@ class Search:
         self.study: Any = None
 
     def execute(self, train: Callable[[DictConfig], Result]) -> float:
-        """Run the trials by `train`, show their table, and return the best value of the monitored metric.
-
-        Raises:
-            ConfigError: the first trial's configuration is refused, a trial did not log the monitored metric, or none
-                finished.
-        """
+        """Run the trials by `train`, show their table, and return the best value of the monitored metric."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.study = self.optuna.create_study(
             study_name=str(self.cfg.name),
@@ -146,28 +142,30 @@ class Search:
                     raise
                 log.warning("trial %d failed: %s", trial.number, str(exc).partition("\n")[0] or type(exc).__name__)
                 continue
-            self._finish(trial, result)
+            ended, best = self._finish(trial, result), self.best()
             done = trial.number + 1 - num_before
             left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
-            ended, best = self.study.trials[trial.number], self.best()
             told = f"trial {trial.number}: {ended.state.name.lower()}"
             told += "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
             told += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
             log.info(told + (f" · about {left_s:.0f} s left" if left_s > 0 else ""))
 
-    def _finish(self, trial: Any, result: Result) -> None:
-        """Tell Optuna how a trial ended."""
+    def _finish(self, trial: Any, result: Result) -> Any:
+        """Tell Optuna how a trial ended, and return it as Optuna keeps it."""
         self.results[trial.number] = result
         states, value = self.optuna.trial.TrialState, result.monitored
-        was_pruned = PRUNED_AT in self.study.trials[trial.number].user_attrs and value is not None
         failed = value is None or result.status == DIVERGED or math.isnan(value)
-        state = states.PRUNED if was_pruned else states.FAIL if failed else states.COMPLETE
-        self.study.tell(trial, value if state == states.COMPLETE else None, state)
+        if value is not None and PRUNED_AT in self.study.trials[trial.number].user_attrs:
+            state = states.PRUNED
+        else:
+            state = states.FAIL if failed else states.COMPLETE
+        ended = self.study.tell(trial, value if state == states.COMPLETE else None, state)
         if value is None:
             raise ConfigError(
                 f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
                 f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
             )
+        return ended
 
     def trial_config(self, number: int, values: Mapping[str, Any]) -> DictConfig:
         """The configuration of one trial, which is also written below its directory, as Hydra does."""
@@ -225,24 +223,17 @@ class Search:
 
     def _verify_key(self, key: str) -> None:
         """Refuse a key that the configuration has not, and a group."""
-        above, _, name = key.rpartition(".")
-        parent: Any = OmegaConf.select(self.cfg, above) if above else self.cfg
-        values: Any = OmegaConf.to_container(parent, resolve=False) if isinstance(parent, DictConfig) else {}
-        names = list(map(str, values))
-        if name not in names:
-            raise ConfigError(
-                f"hparams_search.space.{key}: the configuration has no key {key}.{did_you_mean(name, names)}"
-            )
-        if isinstance(values[name], dict):
+        values: Any = OmegaConf.to_container(self.cfg, resolve=False)
+        keys = [known for known, _ in leaves(values)]
+        if any(known.startswith(f"{key}.") for known in keys):
             raise ConfigError(
                 f"hparams_search.space.{key} is a group, and values of keys are searched. Run one search for each "
                 f"choice: -m {key}=a,b hparams_search=optuna."
             )
-
-
-def flat(space: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The leaves of a nested mapping by dotted keys; None removes one."""
-    return {key: value for key, value in leaves(space or {}) if value not in (None, {})}
+        if key not in keys:
+            raise ConfigError(
+                f"hparams_search.space.{key}: the configuration has no key {key}.{did_you_mean(key, keys)}"
+            )
 
 
 def last_value(trial: Any) -> float | None:

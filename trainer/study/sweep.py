@@ -46,15 +46,14 @@ class Variant:
 
     def cells(self) -> list[str]:
         """One string per column; empty where the variant has no value."""
-        result, value = self.result, "" if self.value is None else f"{self.value:.6g}"
-        speed, memory, metric, epoch = "", "", "", ""
-        if result is not None:
-            speed = "" if result.samples_per_s is None else f"{result.samples_per_s:.0f}"
-            memory = f"{max(result.peak_memory_mib):.0f}" if result.peak_memory_mib else ""
-            epoch = "" if result.monitored_epoch is None else str(result.monitored_epoch)
-            metric = result.monitor or ""
-        words = " ".join(self.overrides)
-        return [str(self.number), self.strategy, words, speed, memory, self.state or metric, value, epoch]
+        named = [str(self.number), self.strategy, " ".join(self.overrides)]
+        value = "" if self.value is None else f"{self.value:.6g}"
+        if (result := self.result) is None:
+            return [*named, "", "", self.state, value, ""]
+        speed = "" if result.samples_per_s is None else f"{result.samples_per_s:.0f}"
+        memory = f"{max(result.peak_memory_mib):.0f}" if result.peak_memory_mib else ""
+        epoch = "" if result.monitored_epoch is None else str(result.monitored_epoch)
+        return [*named, speed, memory, self.state or result.monitor or "", value, epoch]
 
 
 def best_of(variants: Sequence[Variant], maximizes: bool) -> Variant | None:
@@ -73,11 +72,7 @@ def write(path: Path, variants: Sequence[Variant]) -> None:
 
 
 def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) -> None:
-    """Write the table, and print it with the best variant.
-
-    Args:
-        kind: what a variant is called: job or trial.
-    """
+    """Write the table, and print it with the best variant; `kind` is what one is called: job or trial."""
     if not variants:
         return
     write(file, variants)
@@ -113,21 +108,15 @@ class SweepTable(Callback):
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        SweepTable.unfinished = None
-        show_table(Path(config.hydra.sweep.dir))
+        show_unfinished()
 
 
 def show_unfinished() -> None:
-    """Show the table of a sweep that a failed job ended; Hydra does not call its callbacks then."""
+    """Show the table of the sweep that ends; if a failed job ends it, Hydra does not call its callbacks."""
     home, SweepTable.unfinished = SweepTable.unfinished, None
     if home is not None:
-        show_table(home)
-
-
-def show_table(home: Path) -> None:
-    """Print the table over all jobs in a sweep's directory, and update its file."""
-    configs: list[Any] = [OmegaConf.load(file) for file in home.glob("*/.hydra/config.yaml")]
-    show(home / FILE, read_jobs(home), any(cfg.get("monitor_mode") == "max" for cfg in configs), "job")
+        configs: list[Any] = [OmegaConf.load(file) for file in home.glob("*/.hydra/config.yaml")]
+        show(home / FILE, read_jobs(home), any(cfg.get("monitor_mode") == "max" for cfg in configs), "job")
 
 
 def read_jobs(home: Path) -> list[Variant]:

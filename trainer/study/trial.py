@@ -60,7 +60,8 @@ class Probe(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if num := sum(isinstance(m, _BatchNorm) and not is_synced(m) for m in pl_module.modules()):
+        synced = (nn.SyncBatchNorm, SyncedBatchNorm)
+        if num := sum(isinstance(m, _BatchNorm) and not isinstance(m, synced) for m in pl_module.modules()):
             self._excuses.append(f"{num} BatchNorm layers normalize chunk by chunk (no sync_batchnorm)")
 
     @override
@@ -102,11 +103,6 @@ def median_rate(rates: list[float]) -> tuple[float, float]:
         return sum(rates), 0.0
     low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
     return median, (high - low) / 2 / median
-
-
-def is_synced(module: nn.Module) -> bool:
-    """Whether a normalization layer computes its statistics over all processes."""
-    return isinstance(module, (nn.SyncBatchNorm, SyncedBatchNorm))
 
 
 def random_streams(trainer: pl.Trainer) -> list[Tensor]:
@@ -166,11 +162,7 @@ class Trial:
 
 
 def run_trial(cfg: DictConfig, strategy: str, timeout_s: float) -> Trial:
-    """Run a configuration, which has a probe among its callbacks, in a process of its own, at most `timeout_s` seconds.
-
-    Returns:
-        The trial, also if it was refused or failed.
-    """
+    """Run a configuration, which has a probe among its callbacks, in a process of its own, at most `timeout_s` s."""
     try:
         verify_config(cfg)
         plan = LaunchPlan.of(cfg)

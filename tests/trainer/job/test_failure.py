@@ -16,7 +16,7 @@ from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.job.earlier_run import checkpoint_of_name
-from evener.trainer.job.log_file import error_sentence, failure, report, users_frames
+from evener.trainer.job.log_file import error_sentence, report, users_frames
 from evener.trainer.job.result import discard_result
 
 
@@ -95,15 +95,15 @@ def cfg(tmp_path: Path) -> DictConfig:
     return cfg
 
 
-def report_of(cfg: DictConfig, rank: int, reason: str, num_processes: int = 1, **told: str) -> bool:
-    return report(failure(cfg, rank, num_processes, reason=reason, **told))
+def is_first(cfg: DictConfig, rank: int, reason: str, num_processes: int = 1) -> bool:
+    return report(cfg, rank, num_processes, RuntimeError(reason))[1]
 
 
 def test_a_restarted_run_has_the_reason_of_its_last_failure(tmp_path: Path, cfg: DictConfig) -> None:
-    assert report_of(cfg, 1, "KeyError: 1")
+    assert is_first(cfg, 1, "one")
     discard_result(tmp_path)  # as each start of the processes does
-    assert report_of(cfg, 0, "KeyError: 2")
-    assert (Result.read(tmp_path).failed_rank, Result.read(tmp_path).reason) == (0, "KeyError: 2")
+    assert is_first(cfg, 0, "two")
+    assert (Result.read(tmp_path).failed_rank, Result.read(tmp_path).reason) == (0, "RuntimeError: two")
 
 
 def test_without_hard_links_the_first_rank_still_gives_the_reason(
@@ -118,13 +118,13 @@ def test_without_hard_links_the_first_rank_still_gives_the_reason(
 
     def fails(rank: int) -> bool:
         start.wait(60)
-        return report_of(cfg, rank, f"rank {rank} broke", 8)
+        return is_first(cfg, rank, f"it broke in {rank}", 8)
 
     with ThreadPoolExecutor(8) as pool:
-        first = [rank for rank, is_first in zip(ranks, pool.map(fails, ranks), strict=True) if is_first]
+        first = [rank for rank, was_first in zip(ranks, pool.map(fails, ranks), strict=True) if was_first]
     assert len(first) == 1
     assert Result.read(tmp_path).failed_rank == first[0]
-    assert f"rank {first[0]} failed: rank {first[0]} broke" in (tmp_path / "train.log").read_text()
+    assert f"rank {first[0]} failed: RuntimeError: it broke in {first[0]}" in (tmp_path / "train.log").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "train.log"]
 
 
@@ -133,11 +133,11 @@ def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Result, "write_first", full)
-    report_of(cfg, 1, "rank 1 broke", 2)
-    assert "rank 1 failed: rank 1 broke" in (tmp_path / "train.log").read_text()
+    is_first(cfg, 1, "rank 1 broke", 2)
+    assert "rank 1 failed: RuntimeError: rank 1 broke" in (tmp_path / "train.log").read_text()
     monkeypatch.undo()
     cfg.run_dir = str(tmp_path / "gone")
-    assert report_of(cfg, 0, "KeyError: 1")
+    assert is_first(cfg, 0, "KeyError: 1")
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])

@@ -12,8 +12,8 @@ from regression import quiet_trainer
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
-from evener.trainer.launch import cluster
 from evener.trainer.launch import launcher as launch
+from evener.trainer.launch.environment import detect_launcher
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2",
@@ -71,7 +71,7 @@ def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert cluster.detect() is None
+    assert detect_launcher() is None
     assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
 
 

@@ -60,7 +60,7 @@ def test_the_space_is_what_the_words_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("+hparams_search.space.module.lrr='choice(1,2)'", r"no key module\.lrr\. Did you mean lr\?"),
+        ("+hparams_search.space.module.lrr='choice(1,2)'", r"no key module\.lrr\. Did you mean module\.lr\?"),
         ("+hparams_search.space.strategy='choice(dp,ddp)'", r"space\.strategy is a group.* -m strategy=a,b"),
         ("hparams_search.space.module.lr='0.1'", r"space\.module\.lr=0\.1 is not a set of values\. Give choice"),
         ("hparams_search.space.module.lr='interval(2,1)'", r"space\.module\.lr=interval\(2,1\): .*Give choice"),
