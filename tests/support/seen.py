@@ -1,17 +1,30 @@
-"""What a run left in its event file, for the tests that read it back, and a module whose run fails."""
+"""What a command says, what a run left in its event file, and a module whose run fails."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tiny import Tiny
 
-from evener.trainer import Result
+from evener.trainer import Result, main
 
 SHORT = ["accelerator=cpu", "trainer.enable_model_summary=false", "test_after_fit=false"]
 """Overrides of a run for the tests of what people see: on the CPU, without what they do not look at."""
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+    """Run the command line in this process; the sentence that it exits with, or an empty one."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    try:
+        main()
+    except SystemExit as exc:
+        return "" if exc.code in (None, 0) else str(exc.code)
+    return ""
 
 
 def events(run: Result | Path) -> EventAccumulator:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytorch_lightning as pl
 import tiny
 import torch
 import warm_python
-from seen import events
+from seen import command, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from evener.trainer import ConfigError, Result, compose, train
@@ -131,17 +130,6 @@ def test_main_returns_the_monitored_metric(tmp_path: Path, capsys: pytest.Captur
     for label in ("strategy", "devices", "global batch", "samples/s", "best checkpoint", "test/acc", "run directory"):
         assert label in shown
     assert f"tensorboard --logdir {tmp_path}" in shown
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """Run the command line in this process; the sentence that it exits with, or an empty one."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    try:
-        main()
-    except SystemExit as exc:
-        return "" if exc.code in (None, 0) else str(exc.code)
-    return ""
 
 
 class Theirs(pl.LightningDataModule):

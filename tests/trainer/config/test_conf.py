@@ -8,10 +8,11 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
+from seen import command
 
 import evener.conf
 from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
-from evener.trainer import compose, main
+from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.config.group_files import PACKAGE
 from evener.trainer.job.run import build
@@ -145,8 +146,7 @@ def test_the_configuration_is_printed_on_request(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["extras.print_config=true", "accelerator=cpu", "trainer.fast_dev_run=true", "logger=none"]
-    monkeypatch.setattr("sys.argv", ["train.py", *words, "trainer.enable_progress_bar=false"])
-    main()
+    assert command(monkeypatch, *words, "trainer.enable_progress_bar=false") == ""
     told = capsys.readouterr().out
     assert "\nstrategy:\n  _target_: evener.strategies.SingleDeviceStrategy\n" in told
     assert "${" not in told

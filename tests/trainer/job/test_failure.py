@@ -17,7 +17,6 @@ from evener.trainer import Result, compose, train
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.job.earlier_run import checkpoint_of_name
 from evener.trainer.job.log_file import error_sentence, report, users_frames
-from evener.trainer.job.result import discard_result
 
 
 def config(folder: Path, *overrides: str) -> DictConfig:
@@ -97,13 +96,6 @@ def cfg(tmp_path: Path) -> DictConfig:
 
 def is_first(cfg: DictConfig, rank: int, reason: str, num_processes: int = 1) -> bool:
     return report(cfg, rank, num_processes, RuntimeError(reason))[1]
-
-
-def test_a_restarted_run_has_the_reason_of_its_last_failure(tmp_path: Path, cfg: DictConfig) -> None:
-    assert is_first(cfg, 1, "one")
-    discard_result(tmp_path)  # as each start of the processes does
-    assert is_first(cfg, 0, "two")
-    assert (Result.read(tmp_path).failed_rank, Result.read(tmp_path).reason) == (0, "RuntimeError: two")
 
 
 def test_without_hard_links_the_first_rank_still_gives_the_reason(

@@ -12,7 +12,6 @@ The module is Linear(4, 8), ReLU, Linear(8, 2) with cross entropy and SGD with m
         or ReLU's gradient (32n) becomes those of the first layer, the last ones: 2*232 + 24n + 32n + 232 + 12
 """
 
-import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
+from seen import command
 from tiny import Tiny, quiet
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError, SingleDeviceStrategy
 from evener.trainer import compose
-from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._topology import StageMemory, in_flight
 from evener.trainer.plan.plan import DevicePlan, MemoryPlan, conclusions, plan_memory
@@ -149,8 +148,7 @@ def test_accelerators_count_whole_blocks_and_need_not_be_here(
     arguments = ["mode=plan", "accelerator=gpu", "devices=8", "strategy=ddp", "data=none", "+module.batch_size=5"]
     small_module = [f"module._target_={__name__}.Small", "~module.lr", "~module.hidden", "~module.channels"]
     where = [f"log_dir={tmp_path}", "~module.weight_decay", "device_memory_gb=1e-6"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments, *small_module, *where])
-    main()
+    assert command(monkeypatch, *arguments, *small_module, *where) == ""
     shown = " ".join(capsys.readouterr().out.split())
     assert "strategy=ddp, global batch 40 = 8 ranks × 5 samples" in shown
     # four parameters, a block of 512 bytes each

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-import sys
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
+from seen import command
 from tiny import Tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import STRATEGIES, ConfigError
 from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
 from evener.trainer import compose, train
-from evener.trainer.cli.main import main
 from evener.trainer.cli.train import prepare, run_job
 from evener.trainer.config.checks import verify_config
 from evener.trainer.launch.launcher import launch
@@ -147,9 +147,8 @@ def test_the_command_compares_in_processes_of_their_own(
 ) -> None:
     options = ["mode=compare", "devices=2", "accelerator=cpu", "compare.strategies=[ddp]", "data.batch_size=32"]
     short = ["compare.steps=6", "compare.warmup_steps=2", "compare.timeout_s=250"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *options, *short, f"log_dir={tmp_path}"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    main()
+    assert command(monkeypatch, *options, *short, f"log_dir={tmp_path}") == ""
     (file,) = tmp_path.rglob("compare.json")
     found = json.loads(file.read_text())
     assert [(trial["strategy"], trial["status"], trial["num_processes"]) for trial in found["trials"]] == [
@@ -243,9 +242,7 @@ def test_a_mistake_is_told_in_one_sentence(
     overrides: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = ["mode=compare", "accelerator=cpu", "compare.steps=6", "compare.warmup_steps=1", f"log_dir={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *short, *overrides])
-    with pytest.raises(SystemExit, match=sentence):
-        main()
+    assert re.search(sentence, command(monkeypatch, *short, *overrides))
 
 
 def test_workers_do_not_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

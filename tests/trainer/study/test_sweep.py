@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seen import SHORT, events
+from seen import SHORT, command, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from evener.trainer import compose, main, train
+from evener.trainer import compose, train
 from evener.trainer.study.sweep import read_jobs
 
 
 def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["-m", *SHORT, "module.lr=0.1,0.001", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-    main()
+    assert command(monkeypatch, *arguments) == ""
     (home,) = (tmp_path / "logs" / "digits" / "multirun").iterdir()
     jobs = read_jobs(home)
     assert [job.overrides for job in jobs] == [("module.lr=0.1",), ("module.lr=0.001",)]
@@ -41,9 +40,8 @@ def test_a_sweep_ends_with_one_table_and_the_best_of_the_jobs_that_did_not_fail(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["-m", *SHORT, "module.lr=x,0.0,0.003", "trainer.max_epochs=1", "trainer.limit_train_batches=8"]
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments, "monitor=val/acc", "monitor_mode=max"])
-    with pytest.raises(SystemExit, match=r"module\.lr=x is not allowed\. Give a number"):
-        main()
+    sentence = command(monkeypatch, *arguments, "monitor=val/acc", "monitor_mode=max")
+    assert "module.lr=x is not allowed. Give a number" in sentence
     told = capsys.readouterr().out
     assert "best: job 2, single_device module.lr=0.003" in told
     (table,) = tmp_path.rglob("sweep.csv")
