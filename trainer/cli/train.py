@@ -55,10 +55,7 @@ def run_job(cfg: DictConfig, only_check: bool = False, in_sweep: bool = False) -
 
     Args:
         only_check: say that the configuration is valid instead.
-        in_sweep: whether other jobs follow.
-
-    Raises:
-        SystemExit: the weights contain nan. In a sweep the other jobs go on.
+        in_sweep: whether other jobs follow, also where the weights contain nan.
     """
     if only_check:
         cfg = check(cfg)

@@ -148,12 +148,7 @@ def verify_config(cfg: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How a job is spread over processes.
-
-    Args:
-        devices: the devices of a node, in order.
-        num_processes: processes of a node; None for strategies of one process.
-    """
+    """How a job is spread over processes: a node's devices, in order, and its processes; None for one process."""
 
     devices: tuple[torch.device, ...]
     num_processes: int | None
@@ -282,10 +277,7 @@ def plain(value: Any) -> Any:
 
 
 def instantiate(key: str, options: Any, **more: Any) -> Any:
-    """Instantiate the object of one config group from `_target_` and its arguments.
-
-    Args:
-        **more: further arguments, which replace those of the same name.
+    """Instantiate the object of one config group; `more` arguments replace those of the same name.
 
     Raises:
         ConfigError: a constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
@@ -305,12 +297,7 @@ def module_and_data(cfg: DictConfig) -> tuple[pl.LightningModule, pl.LightningDa
 
 
 def quiet_trainer(cfg: DictConfig, strategy: Strategy | None = None, **options: Any) -> pl.Trainer:
-    """Instantiate the trainer for steps that are not the run's own: nothing is shown, logged or saved.
-
-    Args:
-        strategy: None for the configured one.
-        **options: replace the configured ones.
-    """
+    """Instantiate the trainer for steps that are not the run's own; given options replace the configured ones."""
     strategy = strategy or instantiate("strategy", cfg.strategy)
     fixed = {**QUIET, "logger": False, "enable_checkpointing": False, "strategy": strategy}
     return instantiate("trainer", cfg.trainer, **{**fixed, **options})

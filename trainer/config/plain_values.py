@@ -119,8 +119,9 @@ def verify_plain(cfg: DictConfig) -> None:
         raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
     for key in ("precision", "trainer.precision"):
         given = _resolved(cfg, key)
-        if meant := next((name for name, others in OTHER_PRECISIONS.items() if str(given).lower() in others), None):
-            raise ConfigError(f"{key}={given} is unknown. Did you mean {meant}?")
+        for meant, others in OTHER_PRECISIONS.items():
+            if str(given).lower() in others:
+                raise ConfigError(f"{key}={given} is unknown. Did you mean {meant}?")
     for key, hint in {**ROOT, **NARROWER}.items():
         group = key.partition(".")[0]
         is_own = key.startswith(("data.", "module.")) and not str(_resolved(cfg, f"{group}._target_")).startswith(OWN)
@@ -151,9 +152,7 @@ def _resolved(cfg: DictConfig, key: str) -> Any:
 def verify_all_read(cfg: DictConfig, others: str) -> None:
     """Refuse root keys that are neither in `conf/train.yaml`, nor groups, nor referred to by another value.
 
-    Args:
-        cfg: the composed configuration, unresolved.
-        others: what else may refer to its keys, as YAML.
+    That is one of the configuration, which is not resolved, or of `others`, as YAML.
     """
     known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
     text = OmegaConf.to_yaml(cfg) + others
@@ -167,12 +166,7 @@ def verify_all_read(cfg: DictConfig, others: str) -> None:
 
 
 def verify_own_data(choices: Mapping[Any, Any], words: Iterable[str]) -> None:
-    """Refuse an example's data, which nobody has chosen, for a module that is not an example's.
-
-    Args:
-        choices: the file that is chosen of each group.
-        words: the overrides.
-    """
+    """Refuse an example's data, which no override chooses, for a module that is not an example's."""
     module, data = choices.get("module"), choices.get("data")
     own = module == "custom" or module not in PACKAGE.files("module")
     chosen = data in ("custom", "none") or data not in PACKAGE.files("data")

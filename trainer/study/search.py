@@ -35,14 +35,8 @@ PRUNED_AT = "pruned_at"
 class PruneTrial(pl.Callback):
     """End a trial of a search for hyperparameters whose monitored metric is worse than the other trials'.
 
-    Rank 0 reports the metric after every validation and decides for all ranks.
-
-    Args:
-        storage: where Optuna keeps the trials.
-        study: name of the search.
-        number: the trial's number.
-        monitor: name of the metric.
-        pruner: Optuna's pruner; None only reports.
+    Rank 0 reports the metric `monitor` after every validation, to the trial of a number in a study that Optuna keeps
+    in a storage, and decides for all ranks by Optuna's pruner; None only reports.
     """
 
     def __init__(self, storage: str, study: str, number: int, monitor: str, pruner: Any = None) -> None:

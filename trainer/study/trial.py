@@ -27,7 +27,7 @@ from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
 from ..callbacks import RunSummary
 from ..config.checks import LaunchPlan, verify_config
-from ..job.result import FAILED, Result, discard_result
+from ..job.result import FAILED, RESULT_FILE, Result, discard_result
 from ..launch.launcher import can_fork, launch
 from ..launch.worker import begin, starting
 
@@ -146,14 +146,11 @@ class Trial:
     @classmethod
     def read(cls, folder: Path, strategy: str, ended: str) -> "Trial":
         """Read the outcome from a trial's folder; `ended` says how it ended if it has left none."""
-        try:
-            result = Result.read(folder)
-        except FileNotFoundError:
-            return cls(strategy, FAILED, f"{ended}; see {folder / OUTPUT_FILE}")
-        if result.status == FAILED and result.refused:
-            return cls(strategy, REFUSED, str(result.reason))
-        if result.status == FAILED:
-            return cls(strategy, FAILED, f"{result.reason}; see {folder / OUTPUT_FILE}")
+        result = Result.read(folder) if (folder / RESULT_FILE).exists() else None
+        if result is None or result.status == FAILED:
+            if result is not None and result.refused:
+                return cls(strategy, REFUSED, str(result.reason))
+            return cls(strategy, FAILED, f"{result.reason if result else ended}; see {folder / OUTPUT_FILE}")
         if result.global_batch is None:
             return cls(strategy, FAILED, "it ran no training step")
         of_run = {"global_batch": result.global_batch, "num_processes": result.num_processes}
