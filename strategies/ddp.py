@@ -72,16 +72,10 @@ class DDPStrategy(RankStrategy):
         self.devices_per_process = devices_per_process
         self.shard_optimizer = shard_optimizer
         self.sync = GradientSync(self, compression_hook(compression))
-        others = {
-            "devices_per_process": devices_per_process > 1,
-            "shard_optimizer": shard_optimizer,
-            "compression": compression is not None,
-            "recompute": recompute != "never",
-            "sync_batchnorm": bool(options.get("sync_batchnorm")),
-        }
-        if global_view is True and self.strategy_name != "ddp":
-            others = {"global_view": True}
-        self.whole_batches.allow(global_view, self._whole_batches, others)
+        self.whole_batches.allow(
+            global_view, self._whole_batches, devices_per_process=devices_per_process > 1,
+            shard_optimizer=shard_optimizer, compression=compression is not None,
+        )  # fmt: skip
 
     def _whole_batches(self, by_rows: bool) -> GradientSync:
         from .ranks.global_view.view import WholeBatch  # most runs need none

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -83,19 +82,15 @@ class FSDPStrategy(RankStrategy):
                 "not use. Leave it out, or choose strategy=ddp."
             )
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
+        self.find_unused_parameters = find_unused_parameters
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
-        others = {
-            "recompute": self.recompute.is_on,
-            "sync_batchnorm": bool(options.get("sync_batchnorm")),
-            "weights": weights is not None,
-        }
-        self.whole_batches.allow(global_view, partial(self._whole_batches, find_unused_parameters), others)
+        self.whole_batches.allow(global_view, self._whole_batches, weights=weights is not None)
         self.balance = RankBalance(self.strategy_name, weights)
 
-    def _whole_batches(self, find_unused_parameters: bool | None, by_rows: bool) -> GradientSync:
+    def _whole_batches(self, by_rows: bool) -> GradientSync:
         from .ranks.global_view.view import WholeBatchOfShards  # most runs need none
 
-        return WholeBatchOfShards(self, by_rows, self.shards, find_unused_parameters)
+        return WholeBatchOfShards(self, by_rows, self.shards, self.find_unused_parameters)
 
     @override
     @contextmanager

@@ -95,16 +95,11 @@ def scalar(value: float, device: torch.device, dtype: torch.dtype | None = None)
     return torch.full((), value, device=device, dtype=dtype or torch.get_default_dtype())
 
 
-def broadcast_coalesced(
-    sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]], bucket_bytes: int = 2**26
-) -> None:
-    """Copy tensors to tensors of the same shapes on other devices, in few transfers.
-
-    Call it under `torch.no_grad()`.
+def broadcast_coalesced(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
+    """Copy tensors to tensors of the same shapes on other devices, in few transfers; call it under `torch.no_grad()`.
 
     Args:
         targets: for each copy tensors of one device, in the order of the sources.
-        bucket_bytes: maximum size in bytes of what is packed into one transfer; a larger tensor goes by itself.
     """
     if not sources:
         return
@@ -113,7 +108,7 @@ def broadcast_coalesced(
         if target[0].device == home:
             torch._foreach_copy_(list(target), list(sources))
     away = [target for target in targets if target[0].device != home]
-    for bucket in buckets(sources, bucket_bytes) if away else ():
+    for bucket in buckets(sources, 2**26) if away else ():
         parts = [sources[i] for i in bucket]
         flat, shapes = flattened(parts), [part.shape for part in parts]
         for target in away:

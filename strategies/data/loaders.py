@@ -97,7 +97,7 @@ class RankLoaders:
         else:
             cut = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
-        return self._cut(loader, cut, self._joins(role), is_whole)
+        return self._cut(loader, cut, role == "train" or self.in_step, is_whole)
 
     def tell(self, combined: CombinedLoader | None) -> None:
         """Log how a full global batch is made up: a product or, if uneven, a sum."""
@@ -130,10 +130,6 @@ class RankLoaders:
         self.sum_over_ranks(table).wait()
         return table.tolist()
 
-    def _joins(self, role: LoaderRole) -> bool:
-        """Whether a rank joins a step for which it has no samples."""
-        return role == "train" or self.in_step
-
     def _divide(self, role: LoaderRole) -> Divide:
         if role != "train":
             return Divide()
@@ -161,7 +157,7 @@ class RankLoaders:
         return self._lockstep(dealt) if role == "train" else dealt
 
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
-        joins = self._joins(role)
+        joins = role == "train" or self.in_step  # a rank joins a step for which it has no samples
         if self.batch_size_is == "global":
             ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
             is_whole = partial(self.is_whole, role, True)

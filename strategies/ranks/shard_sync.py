@@ -110,11 +110,6 @@ class ShardSync(GradientSync):
             shards.verify_same(self._options)
             shards.put_together((), True)
 
-    @property
-    def _ends_with_run(self) -> bool:
-        """Whether the ranks end with this run, after which a script goes on with the module."""
-        return self._strategy.launcher is not None
-
     def _cut(self, module: nn.Module) -> ShardedModule:
         """Cut a module over the ranks, unless an earlier run of this process has done so."""
         options, device = self._options, self._strategy.root_device
@@ -281,7 +276,7 @@ class ShardSync(GradientSync):
         # shards belong to their devices: `test` after `fit` goes on with them
         with replaced(shards.module, "cpu", lambda: shards.module):
             yield
-        if self._ends_with_run and not strategy.group.failed:
+        if strategy.launcher is not None and not strategy.group.failed:  # a script goes on with the module
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
 
 

@@ -124,7 +124,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.sync = GradientSync(self)
         self.balance = RankBalance(self.strategy_name)
         self._given_start_method: StartMethod | None = start_method
-        self._syncs_batchnorm = sync_batchnorm
+        self.syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
         self._deciders = ExitStack()
@@ -135,7 +135,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         """Give all ranks whole batches: what divides these, or joins what ranks have of them, has nothing to do."""
         if self._layer_sync is not None and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
-        self._layer_sync, self._syncs_batchnorm = None, False
+        self._layer_sync, self.syncs_batchnorm = None, False
         self.sync, self.balance = sync, RankBalance(self.strategy_name)
         self.whole_batches.make_sync = None
         self.whole_batches.of_chunks.names |= STEPS
@@ -358,8 +358,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     def _verify_options(self, trainer: pl.Trainer) -> None:
         """Refuse what torch's DDP can't do with the devices of a process."""
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self._syncs_batchnorm and self._layer_sync is None):
-            self._syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self.syncs_batchnorm and self._layer_sync is None):
+            self.syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
         module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
         if self.stage_options is not None and len({device.type for device in self.process_devices}) > 1:
             raise ConfigError(
@@ -372,7 +372,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.recompute.is_on:
             verify_threads(self.process_devices, None if self.stage_options is None else False, name)
         if cut and trainer.state.fn == TrainerFn.FITTING:
-            verify_whole_batch(module, self._syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
+            verify_whole_batch(module, self.syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
 
     def sync_layers(self) -> None:
         """Have BatchNorm layers synchronize, if that was asked for."""

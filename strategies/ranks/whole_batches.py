@@ -10,7 +10,7 @@ training, in the first step               nowhere: the module is refused
 evaluation, after its first hooks         the first rank
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -68,16 +68,19 @@ class WholeBatches:
         """What all ranks compute together, where they do."""
         self.evaluation: Any = None
 
-    def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], others: Mapping[str, bool]) -> None:
+    def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], **others: bool) -> None:
         """Have steps see whole batches, or allow it where a module needs it.
 
         Args:
             view: what was asked for.
             make: makes what computes them, each rank some rows of them or all.
-            others: options with which ranks compute all rows, and whether they were given.
+            **others: options with which ranks compute all rows, and whether they were given.
         """
         strategy = self._strategy
         strategy.global_view = view
+        others |= {"recompute": strategy.recompute.is_on, "sync_batchnorm": strategy.syncs_batchnorm}
+        if view is True and strategy.strategy_name not in ("ddp", "fsdp"):
+            others = {"global_view": True}
         self.of_chunks = WholeSteps(strategy.strategy_name, "on the first device of each rank", view is not False)
         given = [name for name, is_given in others.items() if is_given]
         if view is True and given:

@@ -193,13 +193,6 @@ def test_an_error_in_a_replica_names_device_and_chunk(error: Any, raised: Any, m
     assert isinstance(caught.value.__cause__ or caught.value, type(error))
 
 
-def test_batches_that_cannot_be_cut_are_refused() -> None:
-    loader: Any = torch.utils.data.DataLoader([torch.tensor(1.0)], batch_size=None)  # type: ignore[arg-type]
-    trainer = make_trainer(Case(), DataParallelStrategy(global_view=False), devices=2, limit_val_batches=0)
-    with pytest.raises(ConfigError, match=r"dp: a batch of type Tensor has no samples.*define __len__ and split"):
-        trainer.fit(Net().double(), loader, loader)
-
-
 class VectorLoss(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none")
@@ -290,8 +283,3 @@ def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
     devices = [torch.device("cuda", i) for i in (0, 0, 1, 2)]
     with pytest.raises(ConfigError, match="dp: the first replica repeats a device where another has two: cuda:0"):
         verify_blocks(devices, 2)
-
-
-def test_sync_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="dp: sync_batchnorm=True synchronizes processes"):
-        make_trainer(Case(), "dp", devices=2, sync_batchnorm=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evener.strategies import DDPStrategy
-from evener.strategies.core.devices import broadcast_coalesced, is_out_of_memory
+from evener.strategies.core.devices import is_out_of_memory
 from evener.strategies.distributed.group import bound_device
 
 
@@ -36,13 +36,3 @@ def test_the_process_group_is_bound_to_a_device_only_if_the_process_owns_one_and
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
     strategy.cluster_environment = cast(Any, type("Alone", (), {"local_rank": lambda self: 0})())
     assert bound_device(strategy.process_devices, backend) == bound
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 30, 2**20])
-def test_a_coalesced_copy_between_devices_is_exact(bucket_bytes: int) -> None:
-    """`meta` stands for another device in the transfer; the values are checked on one device."""
-    sources = [torch.arange(6.0).view(2, 3), torch.arange(3), torch.tensor(2.0), torch.arange(4.0, dtype=torch.float64)]
-    targets = [torch.zeros_like(source) for source in sources]
-    broadcast_coalesced(sources, [targets], bucket_bytes)
-    torch.testing.assert_close(targets, sources, rtol=0, atol=0)
-    broadcast_coalesced(sources, [[target.to("meta") for target in targets]], bucket_bytes)

@@ -96,16 +96,6 @@ def test_gradients_go_back_and_only_where_there_are_some() -> None:
     assert late_device.run(_there_and_back) == ([True, False, False], [3.0, 3.0], [10.0])
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_without_streams_tensors_are_moved_at_once(device: str) -> None:
-    x = torch.ones(2, requires_grad=True)
-    (moved,), finish = cross([x], torch.device(device))
-    finish()
-    assert moved.device.type == device
-    assert (moved is x) == (device == "cpu")
-    assert cross([], torch.device("cpu"))[0] == []
-
-
 def _freed_source() -> list[float]:
     late_device.set_delays(Delays(kernel=1.0, copy=10.0))
     first, second = torch.ones(2, device=here()), torch.ones(2, device=here()) * 2
