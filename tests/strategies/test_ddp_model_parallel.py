@@ -10,11 +10,7 @@ from distributed import run_ranks
 from parity import CASES, Case, GroupsNet, Run, SumNet, assert_equal, baseline, run
 from stage_modules import DEEP
 
-from evener.strategies import (
-    BalancedDDPModelParallelStrategy,
-    ConfigError,
-    DDPModelParallelStrategy,
-)
+from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DDPModelParallelStrategy
 from evener.trainer import Trainer
 
 CPU = torch.device("cpu")

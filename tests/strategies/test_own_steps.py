@@ -17,12 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import evener
-from evener.strategies import (
-    BalancedDataParallelStrategy,
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from evener.strategies import BalancedDataParallelStrategy, DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 
 class Accumulated(pl.LightningModule):

@@ -9,13 +9,7 @@ import pytest
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.utilities import CombinedLoader
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from evener.strategies import ConfigError
 from evener.strategies.core.rng import random_state, set_random_state
