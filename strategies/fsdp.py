@@ -11,7 +11,7 @@ from typing_extensions import override
 from .balance.ranks import RankBalance
 from .batch.whole.whole_steps import GlobalView
 from .core.errors import ConfigError
-from .core.options import Advice, Count, checked
+from .core.options import Advice, Count, checked, hints_of
 from .ranks.gradient_sync import GradientSync
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
@@ -75,12 +75,10 @@ class FSDPStrategy(RankStrategy):
                 "fsdp: weights divide a global batch, but batch_size_is=per_device gives each rank a batch of its own. "
                 "Set batch_size_is=global, or weights=null."
             )
+        known = [name for name in hints_of(RankStrategy.__init__) if name not in ("ddp_options", "return")]
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(f"fsdp: {', '.join(unknown)} is unknown; choose from {', '.join(known)}.")
         super().__init__(**options)
-        if self._ddp_kwargs:
-            raise ConfigError(
-                f"fsdp: {', '.join(self._ddp_kwargs)} is an option of torch's DistributedDataParallel, which fsdp does "
-                "not use. Leave it out, or choose strategy=ddp."
-            )
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.find_unused_parameters = find_unused_parameters
         self.sync = ShardSync(self, self.shards, find_unused_parameters)

@@ -48,7 +48,7 @@ def test_names_that_cannot_be_parts_are_refused(names: list[str], sentence: str)
     [
         ({"shard": "all"}, r"fsdp: shard=all is not allowed. Give auto or a list"),
         ({"replicas": 0}, r"fsdp: replicas=0 is not allowed. Give a whole number >= 1"),
-        ({"static_graph": True}, r"fsdp: static_graph is an option of torch's DistributedDataParallel"),
+        ({"static_graph": True}, r"fsdp: static_graph is unknown; choose from batch_size_is,"),
         ({"weights": [3, 1]}, r"weights divide a global batch, but batch_size_is=per_device"),
     ],
 )
