@@ -31,7 +31,7 @@ from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
-from ..strategies.distributed.process_exit import Answer, handled
+from ..strategies.distributed.process_exit import handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
@@ -302,13 +302,13 @@ class Trainer(pl.Trainer):
     def _more_signals(self) -> Generator[None]:
         """Take Ctrl-C, SIGHUP and SIGUSR1 for SIGTERM while a script fits, unless somebody handles or ignores them."""
 
-        def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
+        def stop(at_once: bool, signum: int, frame: FrameType | None) -> None:
             savers = [callback for callback in self.checkpoint_callbacks if isinstance(callback, Checkpoint)]
             saves = self.fit_loop.takes_steps and any(saver.save_last for saver in savers)
-            if answer == "at once" or (signum == signal.SIGINT and not saves):  # after this step it would save nothing
+            if at_once or (signum == signal.SIGINT and not saves):  # after this step it would save nothing
                 raise KeyboardInterrupt
-            if answer == "first":  # a strategy of several processes has a function of its own in this place
-                self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
+            # a strategy of several processes has a function of its own in this place
+            self._signal_connector._sigterm_notifier_fn(signum, frame)  # pyright: ignore[reportArgumentType]  # untyped
 
         signals = (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT) if self.state.fn == TrainerFn.FITTING else ()
         free = [s for s in signals if signal.getsignal(s) in (signal.SIG_DFL, signal.default_int_handler)]

@@ -14,9 +14,10 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -157,32 +158,19 @@ ONE_REQUEST_S = 0.3
 """Seconds within which signals are one request: `timeout` and shells send theirs to a process and to its group."""
 
 
-Answer: TypeAlias = Literal["first", "repeated", "at once"]
-"""What a signal is among the requests to stop: the first, one more way in which that came, or a wish to end at once."""
-
-
+@dataclass
 class StopRequests:
-    """What signals have asked a process: the first is the request, and the others repeat it.
+    """What signals have asked a process to do.
 
     Attributes:
         signum: the first signal; None before it.
+        since_s: when it came.
         handlers: who handled the signals before.
     """
 
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self.handlers: dict[int, Any] = {}
-        self._since_s = 0.0
-
-    def receive(self, signum: int) -> Answer:
-        """Note a signal; Ctrl-C after a request asks to end at once."""
-        if signum == signal.SIGHUP:
-            leave_terminal()
-        if self.signum is None:
-            self.signum, self._since_s = signum, time.monotonic()
-            return "first"
-        is_users = signum == signal.SIGINT and time.monotonic() - self._since_s > ONE_REQUEST_S
-        return "at once" if is_users else "repeated"
+    signum: int | None = None
+    since_s: float = 0.0
+    handlers: dict[int, Any] = field(default_factory=dict)
 
 
 _heard: StopRequests | None = None
@@ -191,9 +179,13 @@ _heard: StopRequests | None = None
 
 @contextmanager
 def handled(
-    stop: Callable[[Answer, int, FrameType | None], None], signals: Collection[int] = ASK_TO_STOP
+    stop: Callable[[bool, int, FrameType | None], None], signals: Collection[int] = ASK_TO_STOP
 ) -> Generator[StopRequests]:
     """Handle signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
+
+    Args:
+        stop: called with False for the first signal, and with True where Ctrl-C asks to end at once after a request;
+            other signals repeat it.
 
     Yields:
         The requests, which a block within another one shares with it.
@@ -202,7 +194,13 @@ def handled(
     outer, requests = _heard, _heard or StopRequests()
 
     def hear(signum: int, frame: FrameType | None) -> None:
-        stop(requests.receive(signum), signum, frame)
+        if signum == signal.SIGHUP:
+            leave_terminal()
+        if requests.signum is None:
+            requests.signum, requests.since_s = signum, time.monotonic()
+            stop(False, signum, frame)
+        elif signum == signal.SIGINT and time.monotonic() - requests.since_s > ONE_REQUEST_S:
+            stop(True, signum, frame)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     heard = [signum for signum in signals if in_main_thread and signal.getsignal(signum) != signal.SIG_IGN]

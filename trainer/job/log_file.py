@@ -29,7 +29,7 @@ from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ...strategies.distributed import survivors
 from ...strategies.distributed.options import UNUSED
-from ...strategies.distributed.process_exit import Answer, handled
+from ...strategies.distributed.process_exit import handled
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.find import find_newest
 from ..config.checks import strategy_name
@@ -233,12 +233,12 @@ def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
         trainer: what trains; without one the process has nothing to save, and the first signal ends it at once.
     """
 
-    def stop(answer: Answer, signum: int, frame: FrameType | None) -> None:
-        if answer == "first":
+    def stop(at_once: bool, signum: int, frame: FrameType | None) -> None:
+        if not at_once:
             if frame is None or trainer is None or not saves(trainer):  # nothing is lost by ending at once
                 raise Interrupted(signum, begun=trainer is not None and trainer.global_step > 0)
             trainer._signal_connector._sigterm_notifier_fn(signum, frame)
-        elif answer == "at once" and trainer is not None and trainer.world_size == 1:
+        elif trainer is not None and trainer.world_size == 1:
             raise Interrupted(signum)
 
     with handled(stop) as requests:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, Answer, StopRequests, handled
+from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests, handled
 from ...strategies.distributed.processes import AdoptedProcess, Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
@@ -270,12 +270,12 @@ class Workers(RankProcesses):
         """Whether a rank has ended in order, and not by a signal or `os._exit`."""
         return (self.folder / ENDED_FILE.format(rank)).exists()
 
-    def hear(self, answer: Answer, signum: int, _: FrameType | None) -> None:
+    def hear(self, at_once: bool, signum: int, _: FrameType | None) -> None:
         """Pass a signal on."""
-        if answer == "at once":
+        if at_once:
             self.ended_at_once = True
             self.end(signal.SIGKILL)
-        elif answer == "first":
+        else:
             self.end(signum, self._cfg.launcher.shutdown_timeout_s)
 
 

@@ -1,9 +1,9 @@
 """Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
 
 import ast
-import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -24,7 +24,6 @@ from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...core import rng
@@ -34,7 +33,6 @@ from ...core.module_checks import verify_shapes
 from ..process_exit import (
     ASK_TO_STOP,
     LAST_WORDS_S,
-    Answer,
     StopRequests,
     forking,
     handle_no_more,
@@ -174,7 +172,7 @@ class ScriptLauncher(_Launcher):
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
             if failed is not None and status_of(ranks.processes[failed]) not in asked:
-                raise _error(ranks, failed, folder)
+                raise _error(ranks.processes[failed], failed, folder / f"error{failed}")
         if failed is not None or requests.signum is not None or returned == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
         return returned
@@ -202,7 +200,7 @@ class ScriptLauncher(_Launcher):
     ) -> None:
         """Be one rank; rank 0 leaves its results in a folder, and one that fails leaves its error."""
         handle_no_more()
-        with told_in_file(_error_file(folder, rank)):
+        with told_in_file(folder / f"error{rank}", rank):
             os.environ.update({**variables, "LOCAL_RANK": str(rank)})
             _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
             prepare_forked(self._timeout_s)
@@ -225,36 +223,36 @@ class ScriptLauncher(_Launcher):
 
 
 @contextmanager
-def told_in_file(path: Path) -> Generator[None]:
-    """Leave an error of the block in a file, for the script, and end this process."""
+def told_in_file(path: Path, rank: int) -> Generator[None]:
+    """Leave what the script is to raise for an error of the block in a file, and end this process.
+
+    An exit that the user's code has asked for ends the script, too.
+    """
     try:
         yield
     except BaseException as exc:
         if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
             raise
-        told = {"refused": isinstance(exc, ConfigError), "message": str(exc), "text": traceback.format_exc()}
-        told |= {"ends": not isinstance(exc, Exception), "code": getattr(exc, "code", None)}
+        text = traceback.format_exc()
+        error: BaseException = ConfigError(str(exc))
+        if not isinstance(exc, Exception):  # which Lightning makes of a KeyboardInterrupt
+            sys.stderr.write(f"rank {rank} has ended the run:\n\n{text}")
+            error = SystemExit(getattr(exc, "code", 1))
+        elif not isinstance(exc, ConfigError):
+            error = RankError(f"rank {rank} failed:\n\n{text}")
         with replacing(path) as file:
-            file.write_text(json.dumps(told), encoding="utf-8")
+            file.write_bytes(pickle.dumps(error))
         sys.exit(1)
 
 
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"error{rank}.json"
-
-
-def _error(ranks: RankProcesses, rank: int, folder: Path) -> BaseException:
-    """Tell why a rank failed: its refusal, its traceback, or how it ended; an exit ends the script, too."""
-    path = _error_file(folder, rank)
-    if not path.exists():
-        process, status = ranks.processes[rank], status_of(ranks.processes[rank]) or 0
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        return RankError(f"rank {rank} {how} (process {process.pid}).")
-    told = json.loads(path.read_text(encoding="utf-8"))
-    if told["ends"]:
-        rank_zero_info(f"rank {rank} has ended the run:\n\n{told['text']}")
-        return SystemExit(told["code"])  # which Lightning makes of a KeyboardInterrupt
-    return ConfigError(told["message"]) if told["refused"] else RankError(f"rank {rank} failed:\n\n{told['text']}")
+def _error(process: Any, rank: int, path: Path) -> BaseException:
+    """What a rank that has failed has left in a file, or how it ended."""
+    if path.exists():
+        error: BaseException = pickle.loads(path.read_bytes())
+        return error
+    status = status_of(process) or 0
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    return RankError(f"rank {rank} {how} (process {process.pid}).")
 
 
 @contextmanager
@@ -276,12 +274,11 @@ def shared_by_name() -> Generator[None]:
 def forwarded_signals(ranks: RankProcesses) -> AbstractContextManager[StopRequests]:
     """Forward signals that ask to stop to the processes, which stop at one step; a second Ctrl-C kills them."""
 
-    def forward(answer: Answer, signum: int, _: FrameType | None) -> None:
-        if answer == "at once" or not ranks.processes:
+    def forward(at_once: bool, signum: int, _: FrameType | None) -> None:
+        if at_once or not ranks.processes:
             ranks.end(signal.SIGKILL)
             raise _stop(signum)
-        if answer == "first":
-            ranks.end(signal.SIGTERM)
+        ranks.end(signal.SIGTERM)
 
     own = {signum for signum in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(signum) != signal.SIG_DFL}
     return handled(forward, {*ASK_TO_STOP} - own)  # a script's own handler of these is kept

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def test_a_second_ctrl_c_ends_the_command_quietly(
         signal.raise_signal(signal.SIGINT)
 
     # workers that have ended after a first Ctrl-C
-    monkeypatch.setattr(Workers, "run", lambda workers: workers.requests.receive(signal.SIGINT))
+    heard = {"signum": signal.SIGINT, "since_s": inf}
+    monkeypatch.setattr(Workers, "run", lambda workers: vars(workers.requests).update(heard))
     if moment == "while the directory is removed":
         monkeypatch.setattr(files.shutil, "rmtree", interrupted)
     else:
