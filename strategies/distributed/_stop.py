@@ -148,11 +148,7 @@ class StopAgreement:
         raise RankError(f"rank {self.rank} {what} and waited {self.timeout_s:g} s for rank {late}.{rule}")
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
-        """Whether to stop now, as `due`, if any rank was asked to; called before every micro-batch.
-
-        Args:
-            received: whether this rank was asked to stop by other means than a signal.
-        """
+        """Whether to stop now, as `due`, if any rank was asked to, this one if `received`; before every micro-batch."""
         if received and not self.armed:
             self.request(signal.SIGTERM)
         stops = self.armed and self.due(step, stretch)

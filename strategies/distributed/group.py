@@ -60,11 +60,7 @@ class RankGroup:
     def meet(
         self, environment: ClusterEnvironment, num_nodes: int, backend: str, devices: Sequence[torch.device]
     ) -> None:
-        """Join the process group.
-
-        Args:
-            devices: of this process; NCCL refuses tensors on others than the only one.
-        """
+        """Join the process group, with the devices of this process."""
         self.failed, self.devices = False, devices
         self._verified.clear()
         self._join(environment, num_nodes)
@@ -170,9 +166,6 @@ class RankGroup:
 
     def mean(self, local: Tensor | float) -> Tensor:
         """Compute the mean of a number over the ranks, as DDP does with gradients.
-
-        Args:
-            local: this rank's number, of shape ().
 
         Returns:
             The mean, on the root device; nothing is read back to the host.

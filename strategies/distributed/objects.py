@@ -32,12 +32,7 @@ def sends_cpu_tensors(group: Any = None) -> bool:
 
 
 def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> list[Any]:
-    """Gather the values of all ranks, in order of rank; anything that can be pickled.
-
-    Args:
-        group: the process group; None for that of all ranks.
-        only_first: whether only rank 0 receives them; the list is empty on the others.
-    """
+    """Gather what all ranks have, in order of rank, on rank 0 alone if `only_first`; anything that can be pickled."""
     values = [None] * dist.get_world_size(group) if dist.get_rank() == 0 or not only_first else []
     if only_first:
         dist.gather_object(value, values or None, 0, group)
@@ -84,13 +79,7 @@ def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
 
 
 def gather_unequal(own: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
-    """Gather the rows of all ranks, in order of rank; the gradients of all ranks for a row add up.
-
-    Args:
-        own: this rank's, of shape (sizes[rank], ...).
-        sizes: rows of every rank.
-        group: the process group; None for that of all ranks.
-    """
+    """Gather the rows of all ranks, each its own `sizes[rank]`, in order; the gradients of all for a row add up."""
     return _Gather.apply(own, sizes, group)  # pyright: ignore[reportReturnType]  # untyped
 
 

@@ -52,11 +52,8 @@ def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
 def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> None:
     """Refuse `static_graph` where a step has not one backward pass, in which the wrapper records the graph.
 
-    Args:
-        cut_by: the option that cuts a process's batch, as `name=value`, if it is cut.
-
     Raises:
-        ConfigError: a batch is cut, or the module runs the backward passes.
+        ConfigError: a batch is cut, by the option `cut_by`, or the module runs the backward passes.
     """
     why = f"needs one backward pass per step, but with {cut_by} each part of a batch has one" if cut_by else ""
     if not (why or module.automatic_optimization):
@@ -82,12 +79,7 @@ UNUSED = ": parameters took no part in the loss: "
 
 
 def name_unused_parameters(exc: BaseException, parameters: Sequence[tuple[str, Tensor]], strategy: str) -> None:
-    """Rewrite torch's error about parameters without gradients: name them and the override that fixes it.
-
-    Args:
-        exc: the error; any other is left as it is.
-        parameters: those that the wrapper reduces, in its order.
-    """
+    """Rewrite torch's error about parameters without gradients, of those it reduces: name them, and what to set."""
     text = str(exc)
     if "Expected to have finished reduction in the prior iteration" not in text:
         return

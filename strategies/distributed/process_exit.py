@@ -136,8 +136,7 @@ def give_up_groups() -> None:
 def die_with_starter(by_kernel: bool = True) -> None:
     """Ask that a process that `multiprocessing` has started ends with the one that asked for it.
 
-    Args:
-        by_kernel: whether that process has started it from its main thread; the kernel ends it with the thread.
+    The kernel, which would end it with that one's thread, is not asked unless `by_kernel`.
     """
     starter: Any = multiprocessing.parent_process()
 
@@ -237,11 +236,7 @@ def leave_in_time(grace_s: float, requests: Collection[int] = ASK_TO_STOP) -> No
     """Kill this process if it does not end within some seconds of being asked to stop.
 
     A thread receives the signal even while the main thread waits for a rank that never answers, where no Python signal
-    handler runs.
-
-    Args:
-        grace_s: seconds from a signal that asks to stop to the end; fewer if another rank has failed.
-        requests: the signals that ask this process to stop.
+    handler runs. If another rank has failed, there are fewer seconds.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

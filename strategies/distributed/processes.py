@@ -62,8 +62,7 @@ class RankProcesses:
     def join(self, is_stopping: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for all, and return the rank that failed first, or was killed, since others may have failed for that.
 
-        Args:
-            is_stopping: whether they were asked to stop, so that one that fails now does not end the others.
+        While `is_stopping`, one that fails does not end the others.
         """
         failed, ends_alone_s = None, math.inf
         while left := {rank: process for rank, process in enumerate(self.processes) if status_of(process) is None}:

@@ -66,9 +66,6 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, if they differ; every rank must call it.
 
     Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
-
-    Args:
-        root_device: this rank's device, by which tensors are sent if the group can't send CPU tensors.
     """
     tensors = [(name, one) for name, one in (*module.named_parameters(), *module.named_buffers()) if is_plain(one)]
     ranks = gather_objects(([*_layout(tensors)], [_sample(tensor) for _, tensor in tensors]))

@@ -296,10 +296,7 @@ class Survivor:
         return PEER_LOST.wait(2.0 if told else 0.0)
 
     def commit(self, record: bytes) -> None:
-        """Have done a section, and wait until all ranks have.
-
-        Args:
-            record: what the others need of this rank if it dies in the next one.
+        """Have done a section, and wait until all have; the others need `record` if this rank dies in the next one.
 
         Raises:
             RankError: a rank has died in it, so that it is to be done again.

@@ -50,11 +50,7 @@ class _Lost:
 
 
 def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
-    """List by name what a script has before its ranks start, in the script and in each rank alike.
-
-    Args:
-        given: what `fit` and the like were given, loaders among it.
-    """
+    """List by name what a script has before its ranks start, and has `given` to `fit`, in it and in each rank alike."""
     module = trainer.lightning_module
     return {
         **{f"given {i}": one for i, one in enumerate(tree_leaves(given)) if hasattr(one, "__dict__")},
@@ -71,11 +67,7 @@ def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
 
 
 def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: bool) -> bytes:
-    """Write down, in rank 0, what its run has changed of known objects, and what it has returned.
-
-    Args:
-        is_whole: whether the run has come to its end; else only callbacks are brought back.
-    """
+    """Write down, in rank 0, what its run has changed of known objects, of callbacks only if it was not `is_whole`."""
     ids = {id(value): name for name, value in known.items()}
     if is_whole:
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
