@@ -90,9 +90,8 @@ def start_method(device: torch.device, given: StartMethod | None = None, strateg
 def verify_guarded(strategy: str) -> None:
     """Refuse a script that calls `fit` on import, because processes that are not forked would run it to that line."""
     main = vars(sys.modules["__main__"])
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not (frame.f_globals is main and frame.f_code.co_name == "<module>"):
-        frame = frame.f_back
+    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "<module>")
+    frame = next((frame for frame in frames if frame.f_globals is main), None)
     path = main.get("__file__")
     if frame is None or path is None or not os.path.exists(path):
         return

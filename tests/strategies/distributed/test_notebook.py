@@ -1,6 +1,6 @@
 """Two ranks from a real notebook kernel: the fit works, and a rank that fails leaves the kernel usable."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -48,43 +48,37 @@ torch.randn(600, 600) @ torch.randn(600, 600)  # the kernel's threads are in use
 """
 
 
-class Notebook:
-    """A kernel; cells are run one after the other."""
+@pytest.fixture
+def kernel() -> Iterator[tuple[Callable[[str], Any], psutil.Process]]:
+    """What runs a cell and returns its reply, with the value of the last line under `value`; and the process."""
+    manager, client = start_new_kernel(kernel_name="python3")
 
-    def __init__(self) -> None:
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
-
-    def run(self, cell: str) -> dict[str, Any]:
-        """Run a cell; return its reply, with the value of the last line under `value`."""
+    def run(cell: str) -> dict[str, Any]:
         said: list[dict[str, Any]] = []
-        reply = self.client.execute_interactive(cell, timeout=CELL_S, output_hook=said.append)
+        reply = client.execute_interactive(cell, timeout=CELL_S, output_hook=said.append)
         values = [message["content"]["data"] for message in said if message["msg_type"] == "execute_result"]
         return {**reply["content"], "value": values[0]["text/plain"] if values else None}
 
-    def children(self) -> list[psutil.Process]:
-        """Processes that the kernel has started and that are alive."""
-        return psutil.Process(self.manager.provisioner.pid).children(recursive=True)
-
-
-@pytest.fixture
-def notebook() -> Iterator[Notebook]:
-    notebook = Notebook()
-    yield notebook
-    children = notebook.children()
-    notebook.client.stop_channels()
-    notebook.manager.shutdown_kernel(now=True)
+    process = psutil.Process(manager.provisioner.pid)
+    yield run, process
+    children = process.children(recursive=True)
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
     for child in children:
         child.kill()
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*without encryption")
-def test_a_notebook_fits_on_two_ranks_and_survives_one_that_fails(notebook: Notebook) -> None:
+def test_a_notebook_fits_on_two_ranks_and_survives_one_that_fails(
+    kernel: tuple[Callable[[str], Any], psutil.Process],
+) -> None:
+    run, process = kernel
     for cell in (IMPORTS, MODULE):
-        assert notebook.run(cell)["status"] == "ok"
-    assert notebook.run("fit(Line())")["value"] == "'3.00'"
-    failed = notebook.run("fit(Line(fails=True))")
+        assert run(cell)["status"] == "ok"
+    assert run("fit(Line())")["value"] == "'3.00'"
+    failed = run("fit(Line(fails=True))")
     assert failed["status"] == "error"
     assert "rank 1 of a cell" in failed["evalue"]
-    assert notebook.children() == []
-    assert notebook.run("fit(Line())")["value"] == "'3.00'"
+    assert process.children(recursive=True) == []
+    assert run("fit(Line())")["value"] == "'3.00'"
