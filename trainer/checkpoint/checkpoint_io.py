@@ -66,7 +66,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         self.wait()
         plain = to_plain(checkpoint)
         copied = plain if self._memory is None else self._memory.take(plain)
-        self._submit(lambda: self._write(copied, str(path)))
+        save = super().save_checkpoint if _is_address(path) else write
+        self._submit(lambda: self._attempt(str(path), partial(save, copied, str(path))))
 
     @override
     def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
@@ -173,10 +174,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending.append(self._executor.submit(work))
-
-    def _write(self, plain: dict[str, Any], path: str) -> None:
-        save = super().save_checkpoint if _is_address(path) else write
-        self._attempt(path, partial(save, plain, path))
 
     def _attempt(self, path: str, work: Callable[[], object]) -> None:
         """Write a file; if it fails, note it, and raise or warn as `on_error` says."""

@@ -10,7 +10,6 @@ from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from ...strategies.core import rng
@@ -30,15 +29,11 @@ def stands_in(trainer: pl.Trainer) -> bool:
     They have a part at its start, and one at its end, which must be called before anything is saved.
     """
 
-    def has(owner: Any, kind: type, names: tuple[str, ...]) -> bool:
-        hooks = [getattr(owner, name) for name in names if is_overridden(name, owner, kind)]
-        return any(isinstance(owner, WeightAveraging) or is_users(hook) for hook in hooks)
+    def has(owner: Any, names: tuple[str, ...]) -> bool:
+        return isinstance(owner, WeightAveraging) or any(is_users(getattr(owner, name)) for name in names)
 
-    callbacks = [(callback, pl.Callback) for callback in callbacks_of(trainer)]
-    return any(
-        has(owner, kind, _STARTS) and has(owner, kind, _ENDS)
-        for owner, kind in [(trainer.lightning_module, pl.LightningModule), *callbacks]
-    )
+    owners = (trainer.lightning_module, *callbacks_of(trainer))
+    return any(has(owner, _STARTS) and has(owner, _ENDS) for owner in owners)
 
 
 class ValidationStopped(SIGTERMException):
