@@ -38,7 +38,7 @@ class HostMemory:
             tensor = tensor.detach()
             if isinstance(tensor, DTensor):  # a shard, of a moving average say: it stays one
                 return tensor.clone()
-            if not _is_dense(tensor):
+            if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
                 return tensor.cpu().clone()
             same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             if same not in copies:
@@ -55,24 +55,18 @@ class HostMemory:
 
     def _place(self, index: int, tensor: Tensor) -> Tensor:
         """The memory of a tensor, which is new if the state before had another one in its place."""
-        alike = (tensor.shape, tensor.stride(), tensor.dtype)
+        alike = torch.empty_like(tensor, device="meta")  # whose elements fill a stretch of memory
         if index < len(self._memory):
             held = self._memory[index]
-            if (held.shape, held.stride(), held.dtype) == alike:
+            if (held.shape, held.stride(), held.dtype) == (alike.shape, alike.stride(), alike.dtype):
                 return held
             del self._memory[index:]
         with torch.inference_mode(False):  # in which a hook of a validation may save
-            made = torch.empty_strided(*alike[:2], dtype=tensor.dtype, pin_memory=has_streams(tensor.device))
+            made = torch.empty_strided(
+                alike.shape, alike.stride(), dtype=alike.dtype, pin_memory=has_streams(tensor.device)
+            )
         self._memory.append(made)
-        return self._memory[index]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a plain tensor fill a stretch of memory, in whatever order."""
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return False
-    span = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return span == tensor.numel() > 0
+        return made
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -68,18 +68,13 @@ class Position:
         """Read what `to_dict` returned; an empty mapping if a checkpoint has none.
 
         Raises:
-            CheckpointError: it has a later format, or the present one, but not all of it.
+            CheckpointError: it has a later format.
         """
         number = saved.get("format")
         if number is not None and number > FORMAT:
             raise CheckpointError(
                 f"The checkpoint has format {number}, and this version of evener reads up to {FORMAT}. Resume with the "
                 "version that wrote it, or a later one."
-            )
-        if number is not None and (missing := cls.__dataclass_fields__.keys() - saved.keys()):
-            raise CheckpointError(
-                f"The checkpoint lacks {', '.join(sorted(missing))} of what resuming needs (format {number}): somebody "
-                "has changed it. Resume from another one."
             )
         return cls(**{name: saved[name] for name in cls.__dataclass_fields__ if name in saved})
 

@@ -97,10 +97,9 @@ WITHIN = Path(__file__).parent / "files" / "without_format.ckpt"
 
 
 def changed(folder: Path, **changes: Any) -> Path:
-    """A copy of the checkpoint with other values; those that are None are left out."""
+    """A copy of the checkpoint with other values."""
     checkpoint = torch.load(WITHIN, weights_only=True)
-    entry = {**checkpoint["exact_resume"], **changes}
-    checkpoint["exact_resume"] = {key: value for key, value in entry.items() if value is not None}
+    checkpoint["exact_resume"] |= changes
     VerifiedCheckpointIO().save_checkpoint(checkpoint, folder / "changed.ckpt")
     return folder / "changed.ckpt"
 
@@ -114,18 +113,9 @@ def test_a_run_goes_on_from_a_file_without_a_format_number(tmp_path: Path) -> No
         torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"format": 2}, "The checkpoint has format 2, and this version of evener reads up to 1"),
-        ({"format": 1, "rows": None}, "The checkpoint lacks rows of what resuming needs"),
-    ],
-)
-def test_a_checkpoint_of_a_later_format_or_without_a_field_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=told):
-        train(KINDS["plateau"], tmp_path, ckpt_path=changed(tmp_path, **changes))
+def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="The checkpoint has format 2, and this version of evener reads up to 1"):
+        train(KINDS["plateau"], tmp_path, ckpt_path=changed(tmp_path, format=2))
 
 
 @pytest.mark.parametrize(
