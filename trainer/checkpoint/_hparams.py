@@ -217,7 +217,7 @@ def _classes_of(owner: type) -> _Classes:
     for hint in hints:  # which grows
         hints += get_args(hint)
         is_one = isinstance(hint, type) and (is_dataclass(hint) or issubclass(hint, enum.Enum))
-        if is_one and hint not in found.values():
+        if is_one and hint.__name__ not in found:
             found[hint.__name__] = hint
             hints += [*_hints(hint), *type.__subclasses__(hint)]
     return found
@@ -245,7 +245,7 @@ def _enum(value: Any, rest: Any, classes: _Classes) -> Any:
 
 def _dataclass(value: Any, rest: Any, classes: _Classes) -> Any:
     kind: Any = classes[rest.rpartition(".")[2]]
-    if value.keys() < {each.name for each in fields(kind)}:
+    if {each.name for each in fields(kind)} - value.keys():
         raise LookupError
     made = object.__new__(kind)
     for name, each in value.items():
