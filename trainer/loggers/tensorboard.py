@@ -1,7 +1,7 @@
 """Log to TensorBoard: one event stream per run, in the run directory; the hyperparameters of the HPARAMS tab."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -102,9 +102,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @rank_zero_only
     def log_final_metrics(self, metrics: Mapping[str, float]) -> None:
         """Write the HPARAMS tab: the hyperparameters and the final metrics."""
-        values = shown(without_repetition(cast("dict[str, Any]", self.hparams)))
-        experiment, start, end = hparams(values, dict(metrics))
-        mark_differing(experiment, shown(dict.fromkeys(["strategy/_target_", *self.differing])))
+        given = cast("dict[str, Any]", self.hparams)
+        # without those of `save_hyperparameters` that the configuration has, too
+        names = [name for name in given if not any(f"{group}/{name}" in given for group in GROUPS)]
+        experiment, start, end = hparams({_shown(name): _plain(given[name]) for name in names}, dict(metrics))
+        mark_differing(experiment, {"strategy", *map(_shown, self.differing)})
         for summary in (experiment, start, end):
             self._writer.add_summary(summary)
 
@@ -236,28 +238,18 @@ def _listed(file: Path, key: str | None = None) -> list[str]:
     return [str(override) for override in (OmegaConf.select(content, key) if key and content else content) or []]
 
 
-def without_repetition(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop hyperparameters from `save_hyperparameters` that the configuration already contains."""
-    return {key: v for key, v in values.items() if not any(f"{group}/{key}" in values for group in GROUPS)}
+def _shown(name: str) -> str:
+    """The name of a hyperparameter in the HPARAMS tab."""
+    return name.removesuffix("/_target_")
 
 
-def shown(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and write hyperparameters as TensorBoard's HPARAMS tab shows them.
+def in_order(metrics: Mapping[str, float], first: str | None) -> dict[str, float]:
+    """Sort the module's metrics: the monitored one first, then those of test, of validation, and others."""
 
-    `strategy/_target_` is `strategy`, and values other than numbers are text.
-    """
-    return {key.removesuffix("/_target_"): _plain(value) for key, value in values.items()}
+    def rank(name: str) -> tuple[bool, ...]:
+        return name != first, not name.startswith("test"), not name.startswith("val")
 
-
-def in_order(metrics: Mapping[str, float], first: str | None, own: Iterable[str]) -> dict[str, float]:
-    """Sort metrics, but for those with `own` prefixes: the monitored one first, then those of test and validation."""
-    ranks = ("test", "val", "")
-
-    def rank(name: str) -> tuple[bool, int]:
-        return name != first, next(i for i, prefix in enumerate(ranks) if name.startswith(prefix))
-
-    kept = [name for name in metrics if not name.startswith(tuple(own))]
-    return {name: metrics[name] for name in sorted(kept, key=rank)}
+    return {name: metrics[name] for name in sorted(metrics, key=rank) if not name.startswith(OUR_OWN)}
 
 
 def _plain(value: Any) -> int | float | str:

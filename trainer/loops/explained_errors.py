@@ -28,10 +28,6 @@ _ADVICE = {
         "The loss has no gradient: it was detached, computed without gradients or made of numbers, or all parameters "
         "that it depends on are frozen. Return the loss as training_step has computed it from the module's parameters"
     ),
-    "optimizer got an empty parameter list": (
-        "configure_optimizers gave an optimizer no parameters. Create the module's layers in __init__ or "
-        "configure_model, or return None if nothing is to be trained"
-    ),
     "out of bounds for storage of size 0": (
         "The backward pass needs parameters that strategy=fsdp has released, because training_step computes gradients "
         "itself (torch.autograd.grad, of a penalty). Set strategy.shard=[], or use strategy=ddp"
