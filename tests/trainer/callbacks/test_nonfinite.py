@@ -1,4 +1,4 @@
-"""Gradients that are not finite, and memory that does not suffice."""
+"""Gradients that are not finite, of all ranks where each has a shard of them, and memory that does not suffice."""
 
 import warnings
 from pathlib import Path
@@ -6,13 +6,17 @@ from typing import Any
 
 import late_device
 import pytest
+import pytorch_lightning as pl
 import torch
+from distributed import run_ranks
 from late_device import needs_late_device
-from tiny import Tiny, quiet
+from regression import Net, Numbered, quiet_trainer, weights
+from tiny import Points, Tiny, quiet
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from evener.strategies import ConfigError
-from evener.trainer.callbacks import DetectNonFinite
+from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
+from evener.trainer.callbacks import DetectNonFinite, GradientNorm
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.loops.explained_errors import DeviceOutOfMemory
 
@@ -97,3 +101,34 @@ def test_out_of_memory_names_device_samples_and_what_to_change(
     with pytest.raises(DeviceOutOfMemory, match=f"Out of memory {told}") as caught:
         quiet(**options).fit(Fragile(allocate=allocate), loader)
     assert "Tried to allocate 2.00 GiB" in str(caught.value)
+
+
+class Overflowing(Net):
+    """In the second step one gradient of the last layer alone is infinite: of few elements, on one rank."""
+
+    def on_after_backward(self) -> None:
+        gradient: Any = self.net[2].bias.grad
+        if self.trainer.global_step == 1 and gradient is not None:
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local.fill_(torch.inf)
+
+
+def observed(num: int) -> tuple[list[float], Tensor]:
+    """Norms of two kinds, and the weights after a training of which one step is skipped."""
+    tape = Points()
+    for norm_type in (2.0, torch.inf):
+        pl.seed_everything(7, verbose=False)
+        strategy = FSDPStrategy(batch_size_is="global", timeout_s=60) if num > 1 else SingleDeviceStrategy()
+        options: dict[str, Any] = {"logger": tape, "log_every_n_steps": 1, "detect_nonfinite": "skip_step"}
+        trainer = quiet_trainer(strategy, num, callbacks=[GradientNorm(norm_type)], **options)
+        trainer.fit(module := Overflowing(), DataLoader(Numbered(), 6))
+    return [value for _, value in tape.of("gradient/norm")], weights(module)
+
+
+@pytest.mark.slow
+def test_norms_and_nonfinite_gradients_are_those_of_all_shards() -> None:
+    norms, skipped = observed(1)
+    assert skipped.isfinite().all()
+    (found, trained), (_, also) = run_ranks(observed, 2, 2, timeout_s=200)
+    assert found == pytest.approx(norms, abs=1e-10)
+    torch.testing.assert_close([trained, also], [skipped] * 2, rtol=0, atol=1e-10)

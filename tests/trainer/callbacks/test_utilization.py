@@ -8,6 +8,7 @@ import late_device
 import pytest
 import pytorch_lightning as pl
 import torch
+from distributed import run_ranks
 from late_device import Delays, needs_late_device
 from tiny import Points, Tiny, quiet
 from torch import nn
@@ -132,3 +133,16 @@ def fit_on_late_device() -> float:
 @needs_late_device
 def test_what_a_device_computes_is_measured_there() -> None:
     assert late_device.run(fit_on_late_device) > 100  # the host has queued it at once
+
+
+def fit_ranks() -> dict[str, float]:
+    warnings.simplefilter("ignore")  # Lightning's own, and its advice for speed
+    options: dict[str, Any] = {"log_every_n_steps": 10, "logger": Points(), "callbacks": [RunSummary()]}
+    loader = DataLoader(TensorDataset(torch.randn(160, 4)), batch_size=2)
+    quiet(strategy="ddp", devices=2, **options).fit(Tiny(4), loader)
+    return options["logger"].last()
+
+
+def test_under_ddp_the_time_of_communication_that_training_waits_for_is_logged() -> None:
+    values, _ = run_ranks(fit_ranks, 2)
+    assert values["speed/communication_ms"] >= 0  # as torch's wrapper has measured, of one step
