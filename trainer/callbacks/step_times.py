@@ -279,11 +279,8 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peaks(devices: Iterable[torch.device]) -> None:
-    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep.
-
-    That of the CPU is reset if the system supports it (Linux: proc_pid_clear_refs(5), value 5).
-    """
+    """Reset the peaks, which may stem from an earlier run in this process, such as another job of a sweep."""
     for device in filter(has_streams, devices):
         torch.accelerator.reset_peak_memory_stats(device)
-    with suppress(OSError):
+    with suppress(OSError):  # that of the CPU, on Linux: proc_pid_clear_refs(5)
         Path("/proc/self/clear_refs").write_text("5")

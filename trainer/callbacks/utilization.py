@@ -54,7 +54,7 @@ class Utilization(pl.Callback):
         self.peak_tflops = peak_tflops
         self.flops_per_sample: float | None = None
         self._counted = False
-        self._clock: StepClock | None = None
+        self._clock = StepClock()
         self._num_devices = 1
 
     @override
@@ -67,24 +67,21 @@ class Utilization(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._counted or self._clock is None:
-            return
-        self._counted = True
-        self._clock.enter(None)
-        self._clock.pause()
-        self._count(trainer, pl_module, batch)
-        self._clock.go()
-        self._clock.enter("forward")
+        if not self._counted:
+            self._counted = True
+            self._clock.enter(None)
+            self._clock.pause()
+            self._count(trainer, pl_module, batch)
+            self._clock.go()
+            self._clock.enter("forward")
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._clock is not None:
-            self._clock.enter("backward")
+        self._clock.enter("backward")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._clock is not None:
-            self._clock.enter("optimizer")
+        self._clock.enter("optimizer")
 
     def _figures(self, times: dict[str, float]) -> dict[str, float]:
         values = {f"speed/{phase}_ms": times[f"{phase}_ms"] for phase in PHASES}

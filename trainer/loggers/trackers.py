@@ -29,11 +29,7 @@ def run_name(run_dir: str | Path) -> str:
 
 
 def verify_installed(package: str, word: str) -> None:
-    """Refuse a logger whose package is not installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Refuse a logger whose package is not installed."""
     if find_spec(package) is None:
         raise ConfigError(
             f"logger={word} needs the package {package}, which is not installed. Run pip install 'evener[{word}]', or "
@@ -56,11 +52,8 @@ class WandbLogger(pl_loggers.WandbLogger):
         self, save_dir: str, offline: bool = False, tags: Sequence[str] = (), notes: str | None = None, **kwargs: Any
     ) -> None:
         verify_installed("wandb", "wandb")
-        chosen: dict[str, Any] = {
-            "id": run_key(save_dir),
-            "name": run_name(save_dir),
-            "resume": None if offline else "allow",
-        }
+        resume = None if offline else "allow"
+        chosen: dict[str, Any] = {"id": run_key(save_dir), "name": run_name(save_dir), "resume": resume}
         super().__init__(save_dir=save_dir, offline=offline, tags=list(tags), notes=notes, **{**chosen, **kwargs})
 
 
@@ -115,7 +108,10 @@ class CometLogger(pl_loggers.CometLogger):
         chosen: dict[str, Any] = {"experiment_key": run_key(save_dir), "name": run_name(save_dir)}
         chosen["offline_directory"] = save_dir
         super().__init__(**{**chosen, **kwargs})
-        self._add(list(tags), notes)
+        if tags:
+            self.experiment.add_tags(list(tags))
+        if notes:
+            self.experiment.log_other("notes", notes)
 
     @override
     def _create_experiment(self) -> None:
@@ -123,10 +119,3 @@ class CometLogger(pl_loggers.CometLogger):
         if self._online is False:
             self._comet_config = importlib.import_module("comet_ml").ExperimentConfig(**self._kwargs)
         super()._create_experiment()
-
-    @rank_zero_only
-    def _add(self, tags: list[str], notes: str | None) -> None:
-        if tags:
-            self.experiment.add_tags(tags)
-        if notes:
-            self.experiment.log_other("notes", notes)

@@ -83,11 +83,7 @@ class Exchange:
             _exchange_steps(results, logged, None)
 
     def _exchange_together(self, results: LeanResults, shared: list[Logged], programs: Programs, group: Any) -> None:
-        """Exchange step values, and what programs need, by one collective.
-
-        Every rank must have logged the same keys in the same order, as in Lightning. Nothing depends on what this rank
-        holds: a value's dtype or device may be another on other ranks.
-        """
+        """Exchange step values, and what programs need, by one collective; all ranks have the same keys in order."""
         values, device = _values(results), self._trainer.strategy.root_device
         packed = [values.packed(programs, device)] if programs else []
         for one in shared:
@@ -214,9 +210,6 @@ class Exchange:
     def _verify_hook_value(self, key: str, entries: Sequence[Entry]) -> None:
         """Refuse, or warn once training has begun, if ranks disagree on a value that an epoch's hook computed.
 
-            def on_train_epoch_end(self):
-                self.log("loss", torch.stack(self.outputs).mean())  # of this rank's samples
-
         No one but the module knows what it is a mean of, so that such values can't be combined.
         """
         meta, sums = entries[0]["meta"], entries[0]["sums"]
@@ -266,13 +259,7 @@ def _over_ranks(kind: str, values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _exchange_steps(results: LeanResults, logged: Sequence[Logged], num: float | None) -> None:
-    """Bring the step values of metrics, and those of ranks without samples, to what they are for the global batch.
-
-    All ranks must call this.
-
-    Args:
-        num: samples of this rank in a batch of which some rank has none; None if all have some.
-    """
+    """Make step values of metrics, and all on a rank of `num` 0 samples (None: all have some), the global batch's."""
     of_batch, own, all_series = {id(one.series) for one in logged}, dict[str, Sent](), cast(Any, results)
     for key, series in all_series.items():
         if id(series) not in of_batch:

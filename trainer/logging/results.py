@@ -179,10 +179,7 @@ class LeanResults(_ResultCollection):
         return taken
 
     def _scale(self, logged: Logged) -> Tensor | None:
-        """This rank's fraction of the weight of the global batch times the number of ranks.
-
-        None unless the value is the training step's loss and has another weight than samples.
-        """
+        """This rank's fraction of the batch times the ranks, of a loss that is not weighed by samples."""
         weighed = self.ranks.contract.shares.weighed_losses if self.training and self.ranks is not None else ()
         if not weighed or logged.series.kind != "mean":
             return None

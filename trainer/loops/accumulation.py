@@ -44,11 +44,7 @@ class AccumulatingOptimization(_AutomaticOptimization):
         return weighs_in_loop(self.trainer)
 
     def verify(self) -> None:
-        """Check that the strategy supports exact accumulation.
-
-        Raises:
-            ConfigError: the strategy accumulates by its own rule.
-        """
+        """Refuse exact accumulation under a strategy that accumulates by its own rule."""
         if self.exact and self.trainer.strategy.handles_gradient_accumulation:
             raise ConfigError(
                 f"exact_accumulation=True is not supported with {type(self.trainer.strategy).__name__}, which "
@@ -67,12 +63,8 @@ class AccumulatingOptimization(_AutomaticOptimization):
         self._is_divided = False
 
     def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
-        """Multiply a micro-batch's loss by its weight, and add the weight to the sum; the result is what goes backward.
-
-        Raises:
-            ConfigError: the gradients are divided already: the optimizer computes the last micro-batch again.
-        """
-        if self._is_divided:
+        """Return the loss of a micro-batch times its weight, which goes backward; add the weight to the sum."""
+        if self._is_divided:  # the optimizer computes the last micro-batch again
             raise ConfigError(
                 f"exact_accumulation=True: {type(self.trainer.optimizers[0]).__name__} calls its closure again within "
                 "a step, which adds the last micro-batch to gradients that are the mean over all of them. Choose an "
