@@ -13,7 +13,7 @@ compiler that does not run. Each function here does the same, and falls back to 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ...strategies.batch.losses import FOUND
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import OneLoader, batch_mover
@@ -165,12 +164,14 @@ class TrainStep:
         if stepping:
             step.total.ready += 1
             step.current.ready += 1
-            reported = self._forward_backward(batch, batch_idx, True)
+            reported = self._forward_backward(batch, batch_idx)
+            if self.trainer.accumulate_grad_batches != 1 and self.automatic.exact:
+                self.automatic.divide_gradients()
             if self.hooked_update or self.trainer.gradient_clip_val:
                 self._before_update()
         else:
             with self.contract.accumulating("on_after_backward" in self.plan.work):
-                reported = self._forward_backward(batch, batch_idx, False)
+                reported = self._forward_backward(batch, batch_idx)
         sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
         if sections is not None:
             sections.count()
@@ -181,54 +182,24 @@ class TrainStep:
             step.current.completed += 1
         return reported
 
-    def _forward_backward(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        plan, parts = self.plan, self.trainer.accumulate_grad_batches
+    def _forward_backward(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        plan = self.plan
         args = (batch, batch_idx) if self.takes_index else (batch,)
         output = plan.call_as("training_step", self.forward, *args)
         if plan.stale():
             self.resolve()
-        first = parts == 1 or batch_idx % parts == 0
-        if output is None:
-            return self._skip(batch_idx, first)
-        loss, others = (output, {}) if isinstance(output, Tensor) else self._split(output)
-        exact = parts != 1 and self.automatic.exact
-        if parts != 1 and not exact:
-            loss = loss / parts
-        # a copy, since precision plugins and hooks may scale it in place
-        reported = {"loss": loss.detach().clone() if self.reads_outputs else loss.detach(), **others}
-        if exact:
-            if first:
-                self.automatic.start()
-            loss = self.automatic.weigh(loss, output, batch)
-        del output, others
+        loss, reported = self.automatic.read(output, batch, batch_idx, self.reads_outputs)
+        del output
+        first = batch_idx % self.trainer.accumulate_grad_batches == 0
+        if loss is None:
+            Closure(lambda: ClosureResult(None), zero_grad_fn=self._zero_grad if first else None)()  # warns
+            return reported
         if first:
-            self._zero_grad(batch_idx)
+            self._zero_grad()
         plan.call_as("backward", self._backward if self.hooked_backward else self.bring_back, loss)
-        if stepping and exact:
-            self.automatic.divide_gradients()
         return reported
 
-    def _skip(self, batch_idx: int, first: bool) -> dict[str, Any]:
-        """Finish a step whose `training_step` returned None."""
-        if self.trainer.world_size > 1:
-            raise RuntimeError(
-                "Skipping the `training_step` by returning None in distributed training is not supported: the other "
-                "ranks would wait for this rank's gradients. Return a loss on every rank, zero if there is nothing to "
-                "train on."
-            )
-        self.automatic.num_none += 1
-        zero_grad = (lambda: self._zero_grad(batch_idx)) if first else None
-        Closure(step_fn=lambda: ClosureResult(None), zero_grad_fn=zero_grad)()  # warns
-        return {}
-
-    def _split(self, output: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Split the output of `training_step` into the loss and the other outputs for hooks."""
-        if not isinstance(output, Mapping) or output.get("loss") is None:
-            ClosureResult.from_training_step_output(output)
-            raise AssertionError("Lightning refuses an output without a loss")
-        return output["loss"], {key: value for key, value in output.items() if key not in ("loss", FOUND)}
-
-    def _zero_grad(self, batch_idx: int) -> None:
+    def _zero_grad(self) -> None:
         counter: Any = self.automatic.optim_progress.optimizer.zero_grad
         total, current = counter.total, counter.current
         total.ready += 1

@@ -5,11 +5,12 @@ that many micro-batches of equal size. Here each loss is multiplied by its weigh
 the sum of the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from pytorch_lightning.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from pytorch_lightning.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -57,13 +58,45 @@ class AccumulatingOptimization(_AutomaticOptimization):
                 known.remove()
             Replacement(strategy, "training_step", self._step)
 
-    def start(self) -> None:
-        """Begin an optimizer step: reset the sum of weights."""
-        self.total = 0.0
-        self._is_divided = False
+    def read(
+        self, output: Any, batch: Batch, batch_idx: int, copies: bool = True
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Read what `training_step` has returned for a micro-batch.
 
-    def weigh(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
-        """Return the loss of a micro-batch times its weight, which goes backward; add the weight to the sum."""
+        Args:
+            copies: whether the loss is reported as a copy: precision plugins and hooks may scale it in place.
+
+        Returns:
+            The loss that goes backward, or None where the module skips the step, and the outputs for hooks.
+        """
+        parts = self.trainer.accumulate_grad_batches
+        exact = parts != 1 and self.exact
+        if exact and batch_idx % parts == 0:  # an optimizer that computes it again begins anew
+            self.total, self._is_divided = 0.0, False
+        if output is None:
+            self._verify_may_skip()
+            return None, {}
+        loss, others = output, {}
+        if not isinstance(output, Tensor):
+            if not isinstance(output, Mapping) or output.get("loss") is None:
+                ClosureResult.from_training_step_output(output)  # raises Lightning's error
+            loss = output["loss"]
+            others = {key: value for key, value in output.items() if key not in ("loss", FOUND)}
+        if parts != 1 and not exact:
+            loss = loss / parts
+        reported = {"loss": loss.detach().clone() if copies else loss.detach(), **others}
+        return self._weighed(loss, output, batch) if exact else loss, reported
+
+    def _verify_may_skip(self) -> None:
+        if self.trainer.world_size > 1:
+            raise RuntimeError(
+                "Skipping the `training_step` by returning None in distributed training is not supported: the other "
+                "ranks would wait for this rank's gradients. Return a loss on every rank, zero if there is nothing to "
+                "train on."
+            )
+        self.num_none += 1
+
+    def _weighed(self, loss: Tensor, output: Any, batch: Batch) -> Tensor:
         if self._is_divided:  # the optimizer computes the last micro-batch again
             raise ConfigError(
                 f"exact_accumulation=True: {type(self.trainer.optimizers[0]).__name__} calls its closure again within "
@@ -104,24 +137,24 @@ class AccumulatingOptimization(_AutomaticOptimization):
 
     @override
     def _training_step(self, kwargs: Any) -> ClosureResult:  # of steps that are not lean, as all below
-        parts = self.trainer.accumulate_grad_batches
-        if self.trainer.fit_loop.batch_idx % parts == 0:  # an optimizer that computes it again begins anew
-            self.start()
-        result = super()._training_step(kwargs)
-        self.num_none += result.closure_loss is None
-        if self.exact and result.closure_loss is not None:
-            output = {"loss": result.closure_loss, **result.extra}
-            result.closure_loss = self.weigh(result.closure_loss * parts, output, next(iter(kwargs.values())))
-            assert result.loss is not None
-            result.loss = result.loss * parts
-        result.extra.pop(FOUND, None)
+        trainer = self.trainer
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        trainer.strategy.post_training_step()
+        loss, reported = self.read(output, next(iter(kwargs.values())), trainer.fit_loop.batch_idx)
+        result = ClosureResult(loss, extra={key: value for key, value in reported.items() if key != "loss"})
+        result.loss = reported.get("loss")
+        if loss is None and self._divides():
+            self.divide_gradients()
         return result
+
+    def _divides(self) -> bool:
+        return self.exact and not self.trainer.fit_loop._should_accumulate()
 
     @override
     def _make_backward_fn(self, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
         backward = super()._make_backward_fn(optimizer)
         sections: Any = self.trainer.fit_loop.sections  # pyright: ignore[reportAttributeAccessIssue]  # of our loop
-        divides = self.exact and not self.trainer.fit_loop._should_accumulate()
+        divides = self._divides()
         if backward is None or not (divides or sections is not None):
             return backward
 

@@ -46,6 +46,7 @@ BY_HAND: dict[str, tuple[Slope, list[list[float]], int, list[float]]] = {
     "a weight may be a tensor": (Slope((torch.tensor(1.0), torch.tensor(3.0))), [[2], [6]], 2, [5]),
     "weights may be zero": (Slope((0.0, 0.0)), [[2], [6]], 2, [0]),
     "a skipped one has no weight": (Slope(skipped=1), [[1], [2], [3]], 3, [2]),
+    "a skipped last one has none either": (Slope(skipped=2), [[1], [3], [9]], 3, [2]),
 }
 """A module, batches, how many of them make a step, and the gradients of the steps."""
 
