@@ -43,6 +43,8 @@ class Labels(pl.LightningModule):
         self.log("of_samples", self.errors(batch).sum(), batch_size=len(batch[0]), **both)
         self.log("mean", self.errors(batch).mean(), **both)
         self.log("single", self.errors(batch).mean().float(), sync_dist=True)
+        own = torch.float64 if self.global_rank else torch.float32  # ranks may hold values of different types
+        self.log("own", self.errors(batch).mean().to(own), sync_dist=True)
         self.log("whole", (batch[1] == 1).sum(), sync_dist=True, reduce_fx="sum")
         self.log("sum_epoch", num.double(), batch_size=4, reduce_fx="sum", on_step=False, on_epoch=True)
         if batch_idx % 2:

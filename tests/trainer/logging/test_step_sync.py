@@ -71,33 +71,6 @@ def test_ranks_see_the_reduced_values_after_one_exchange_per_step() -> None:
         assert rank["final"]["largest_epoch"] == steps - 1 + 10
 
 
-class OtherDtypes(Logs):
-    """Logs values of a dtype that is not the default; rank 1 holds another dtype than rank 0."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        own = torch.float64 if self.global_rank else torch.float32
-        self.log_dict(
-            {"double": batch.double().mean(), "own": batch.to(own).mean(), "default": batch.mean()}, sync_dist=True
-        )
-        return (self.w * batch).mean()
-
-
-def _fit_other_dtypes(num: int) -> dict[str, float]:
-    warnings.simplefilter("ignore")
-    trainer = quiet(strategy=DDPStrategy(batch_size_is="global", timeout_s=120), devices=2)
-    trainer.fit(OtherDtypes(), DataLoader(torch.arange(1.0, num + 1), 4))  # pyright: ignore[reportArgumentType]
-    return {name: value.item() for name, value in trainer.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("num", [9, 10])
-def test_ranks_whose_values_differ_in_dtype_reduce_together(num: int) -> None:
-    # Values were stacked by dtype. A rank without samples logged stand-ins of the default dtype, and each rank waited
-    # for the other's collective until the timeout.
-    last = sum(range(9, num + 1)) / (num - 8)
-    for rank in run_ranks(_fit_other_dtypes, 2, num):
-        assert rank == {"double": last, "own": last, "default": last}
-
-
 class Monitored(Tiny):
     """A scheduler decides by a step value that is logged without `sync_dist`: batch i has the values i and -i."""
 
