@@ -85,12 +85,11 @@ class Replicas:
         if self._is_changed or self._read_versions() != self._versions:
             _broadcast(self._parameters, self._parameter_copies)
             self.num_copied_parameters += len(self._parameters) * len(self._copies)
-            self._refresh_buffers()
+            if self._slots:
+                self._refresh_buffers()
             self._note_tensors()
-        if self._read_flags() != self._flags or any(
-            [copy.is_leaf for copy in own] != [not trained for trained, _ in self._flags]
-            for own in self._parameter_copies
-        ):
+        frozen, _ = flags = self._read_flags()
+        if flags != self._flags or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
         self._refresh_attributes()
         return False
@@ -110,7 +109,8 @@ class Replicas:
             for device, places in zip(self.devices[1:], self._places, strict=True)
         ]
         self._modules = plain_modules(self.root)
-        self._known_structure = self._structure()
+        self._registries = [one for module in self._modules for one in (module._modules, module._parameters)]
+        self._registered = self._read_registered()
         found = {id(one): one for module in self._modules for one in module._parameters.values() if one is not None}
         self._parameters: list[Any] = list(found.values())
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
@@ -123,22 +123,24 @@ class Replicas:
         self._hook_numbers, self._num_hooks = [*map(tuple, self._hooks)], [*map(len, self._hooks)]
         self._next_hook = RemovableHandle.next_id
 
-    def _structure(self) -> list[Any]:
-        return [one for part in self._modules for kind in (part._modules, part._parameters) for one in kind.values()]
+    def _read_registered(self) -> list[Any]:
+        return [one for registry in self._registries for one in registry.values()]
 
     def _has_new_structure(self) -> bool:
-        now, known = self._structure(), self._known_structure
+        now, known = self._read_registered(), self._registered
         return len(now) != len(known) or not all(map(is_, now, known))
 
-    def _read_versions(self) -> list[tuple[int, int]]:
-        return [(id(tensor), _version(tensor)) for tensor in (*self._parameters, *self._buffers(0))]
+    def _read_versions(self) -> tuple[list[int], list[tuple[int, int]]]:
+        buffers = [(id(buffer), _version(buffer)) for buffer in self._buffers(0)]
+        return [_version(parameter) for parameter in self._parameters], buffers
 
     def _note_tensors(self) -> None:
         self._versions, self._is_changed = self._read_versions(), False
 
-    def _read_flags(self) -> list[tuple[bool, bool]]:
-        """Of each parameter, whether it is trained, and whether its gradient has hooks."""
-        return [(parameter.requires_grad, bool(parameter._backward_hooks)) for parameter in self._parameters]
+    def _read_flags(self) -> tuple[list[bool], list[bool]]:
+        """Of each parameter, whether it is frozen, and whether its gradient has hooks."""
+        frozen = [not parameter.requires_grad for parameter in self._parameters]
+        return frozen, [bool(parameter._backward_hooks) for parameter in self._parameters]
 
     def _follow(self) -> None:
         self._flags = self._read_flags()

@@ -1,64 +1,14 @@
-"""strategy=ddp_model_parallel: 2 processes of 2 stages train as one device does; blocks of devices."""
+"""strategy=ddp_model_parallel: blocks of devices, and refusals; how it trains: pipeline/test_reduction.py."""
 
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from distributed import run_ranks
-from parity import CASES, Case, GroupsNet, Run, SumNet, assert_equal, baseline, run
-from stage_modules import DEEP
 
-from evener.strategies import BalancedDDPModelParallelStrategy, ConfigError, DDPModelParallelStrategy
+from evener.strategies import ConfigError, DDPModelParallelStrategy
 from evener.trainer import Trainer
 
 CPU = torch.device("cpu")
-
-
-class SumAndMean(SumNet):
-    """A sum beside a mean over samples."""
-
-    def loss(self, batch: Any) -> Any:
-        return super().loss(batch) + self(batch[0]).pow(2).mean()
-
-
-TRAINED = {
-    "ragged": replace(DEEP, trainer={}, batch_size=5),
-    "accumulated_clipped": DEEP,
-    "loss_weight": CASES["loss_weight"],
-    "groups": Case(GroupsNet, num=9),
-    "sums": Case(SumAndMean, num=9),
-    "exact_accumulation": CASES["exact_accumulation_of_weights"],
-    "smaller_than_ranks": Case(GroupsNet, num=5, batch_size=2),
-    "bf16": replace(CASES["bf16"], module=GroupsNet),
-}
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"num_microbatches": 3},
-    {"num_microbatches": 2, "weights": [3, 1], "schedule": "gpipe"},
-    {"num_microbatches": 2, "weights": "auto"},
-]
-
-
-def _run_all() -> dict[tuple[str, int], Run]:
-    warnings.simplefilter("ignore")  # Lightning's advice
-    found = {}
-    for index, options in enumerate(OPTIONS):
-        kind = BalancedDDPModelParallelStrategy if "weights" in options else DDPModelParallelStrategy
-        for name, case in TRAINED.items():
-            if "weights" not in options or name in ("ragged", "loss_weight"):  # else as with balanced_ddp
-                strategy = kind(batch_size_is="global", timeout_s=120, **options)
-                found[name, index] = run(case, strategy, devices=4)
-    return found
-
-
-def test_two_processes_of_two_stages_train_as_one_device() -> None:
-    first, other = run_ranks(_run_all, 2)
-    for (name, index), found in first.items():
-        case = TRAINED[name]
-        assert_equal(found, baseline(case), case.tolerance, of_a_rank=True)
-        torch.testing.assert_close(other[name, index].weights, found.weights, rtol=0, atol=1e-12)
 
 
 class Local(DDPModelParallelStrategy):

@@ -283,3 +283,9 @@ def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
     devices = [torch.device("cuda", i) for i in (0, 0, 1, 2)]
     with pytest.raises(ConfigError, match="dp: the first replica repeats a device where another has two: cuda:0"):
         verify_blocks(devices, 2)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "model_parallel"])
+def test_sync_batchnorm_is_refused(strategy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{strategy}: sync_batchnorm=True synchronizes processes"):
+        make_trainer(Case(), strategy, devices=2, sync_batchnorm=True)

@@ -102,12 +102,15 @@ CASES = {
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(
-    ("name", "num", "output_device"),
-    [("deep", 9, "first"), ("tied", 2, "first"), *((name, 2, "last") for name in CASES)],
+    ("name", "num", "stages", "output_device"),
+    [
+        *(("deep", 9, 2, "first"), ("tied", 2, 2, "first"), ("deep", 4, 1, "last"), ("deep", 4, 4, "last")),
+        *((name, 2, 2, "last") for name in CASES),
+    ],
 )
-def test_training_equals_one_devices(name: str, num: int, output_device: Any, schedule: Any) -> None:
+def test_training_equals_one_devices(name: str, num: int, stages: int, output_device: Any, schedule: Any) -> None:
     given: Any = {"schedule": schedule, "output_device": output_device, **CASES[name].strategy}
-    found = run(CASES[name], ModelParallelStrategy(num_microbatches=num, **given), devices=2)
+    found = run(CASES[name], ModelParallelStrategy(num_microbatches=num, **given), devices=stages)
     assert_equal(found, baseline(CASES[name]), 1e-10)
 
 

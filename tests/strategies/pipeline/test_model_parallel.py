@@ -22,12 +22,6 @@ from evener.trainer import Trainer
 Halves = partial(ModelParallelStrategy, num_microbatches=2)
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 4), (3, 2), (4, 4)])
-def test_deep_module_equals_one_device(num_stages: int, num_microbatches: int) -> None:
-    found = run(DEEP, ModelParallelStrategy(num_microbatches=num_microbatches), devices=num_stages)
-    assert_equal(found, baseline(DEEP), 1e-10)
-
-
 class CheckpointedNet(DeepNet):
     """Its blocks are computed once more in backward: all four together, on two stages."""
 
@@ -164,7 +158,6 @@ def test_stock_trainer_takes_the_word_and_the_object() -> None:
         ({"partition": "half"}, "partition=half is not allowed. Give auto, manual or a list"),
         ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
         ({"num_microbatches": 0}, "num_microbatches=0 is not allowed. Give a whole number >= 1"),
-        ({"num_microbatches": 1.5}, "num_microbatches=1.5 is not allowed. Give a whole number >= 1"),
         ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
         ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
         ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
@@ -190,11 +183,6 @@ def test_steps_that_read_their_own_batches_are_refused(strategy: Any, step: str)
     devices = 1 if strategy is DDPStrategy else 2
     with pytest.raises(ConfigError, match=rf"{step}\(dataloader_iter\) reads its own batches"):
         fit(Case(), type("Reads", (Net,), {step: reads})(), strategy(), devices=devices)
-
-
-def test_sync_batchnorm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_parallel: sync_batchnorm=True synchronizes processes"):
-        make_trainer(Case(), ModelParallelStrategy(), devices=2, sync_batchnorm=True)
 
 
 class Opaque:

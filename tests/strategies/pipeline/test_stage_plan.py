@@ -140,11 +140,6 @@ def test_names_that_cannot_be_cut_are_refused(num: int, partition: list[str], me
         named_plan(Small(), num, partition)
 
 
-def test_lazy_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Parameter 0\.weight has no shape yet"):
-        find_parts(nn.Sequential(nn.LazyLinear(3)))
-
-
 def test_manual_placement_that_is_not_finished_is_refused() -> None:
     module = Small()
     module.blocks[1].to("meta")
