@@ -70,6 +70,8 @@ class Joiner:
         if is_array(first):
             if word is None and not self._are_samples(batches, path, len):
                 raise Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
+            if len({part.shape[1:] for parts, _ in batches[:1] for part in parts}) > 1:
+                raise Unknown("has rows of other shapes in other parts")
             return [_concatenated(parts, device) for parts, _ in batches]
         if is_sequence(first) and (word == "list" or (word is None and self._are_samples(batches, path, len))):
             return [type(first)([value for part in parts for value in part]) for parts, _ in batches]

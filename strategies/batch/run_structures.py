@@ -117,6 +117,12 @@ def equal_parts(loop: Any) -> list[int]:
     return [*[4] * even, *[3] * odd, *[2] * even, *[1] * (1 in found)]
 
 
+def takes_others_batches(loop: Any) -> bool:
+    """Whether ranks each take batches of a sampler that is not torch's, which nobody has made to be joined."""
+    divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
+    return any(batches is not None and batches.deals_others for batches in divided)
+
+
 def batch_sizes(sampler: Any) -> list[int] | None:
     """Samples of each batch of a batch sampler, where it cuts a sampler's indices evenly; None if that is not known."""
     if type(sampler) is not BatchSampler:

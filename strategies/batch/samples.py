@@ -104,7 +104,9 @@ def _collated(loader: Any, samples: list[Any], i: int, j: int) -> Batch:
 
 def _spread(dataset: Any, num: int) -> list[Any]:
     last, many = len(dataset) - 1, getattr(dataset, "__getitems__", None)
-    indices = [round(i * last / (num - 1)) for i in range(num)] if num > 1 else [0]
+    indices = [round(i * last / max(1, num - 1)) for i in range(num)]
+    if last > num:  # pairs of neighbours, which may belong together, and which cuts after an even number part
+        indices = [round(i // 2 * 2 * (last - 1) / num) + i % 2 for i in range(1, num + 1)]
     found = [dataset[i] for i in indices] if many is None else list(many(indices))
     if len(found) != num:
         raise TypeError("a dataset that makes batches itself")

@@ -236,6 +236,11 @@ class RankBatches(Sampler[Any]):
         return [[len(part) for part in step] for step in parts]
 
     @property
+    def deals_others(self) -> bool:
+        """Whether ranks each take whole batches of a sampler that is not torch's."""
+        return isinstance(self.cut, Deal) and type(self.units) is not BatchSampler
+
+    @property
     def sampler(self) -> Any:
         """The batch sampler's own sampler, on which Lightning calls `set_epoch`, as on one device."""
         return self.units.sampler  # pyright: ignore[reportAttributeAccessIssue]  # AttributeError where it has none

@@ -45,7 +45,8 @@ class StepPlan:
         hooks.resolve()
         self.move = batch_mover(hooks)
         self.plain = hooks.step_is_the_modules(self.step_name)
-        self.writes = any(isinstance(callback, BasePredictionWriter) for callback in hooks.callbacks)
+        predicts = self.step_name == "predict_step"
+        self.writes = predicts and any(isinstance(callback, BasePredictionWriter) for callback in hooks.callbacks)
         step = getattr(hooks.module, self.step_name)
         self.takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
 

@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from ...core.devices import precise_dtype
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, PartsDiffer
 from ..losses import FOUND, weight_in
 from .plans import OF_SAMPLES, Part, Plan
 from .programs import RETURNED
@@ -85,7 +85,8 @@ class LossReader:
             return output
         part = Part(loss, plan, num if self.counts else 0, recording)
         if self.counts and loss.is_cpu and not plan.program.fits(part.rows, loss.detach()):
-            raise ConfigError(
+            self.plan, is_alone = OF_SAMPLES, self.sum_over_ranks is None  # which goes on with whole batches
+            raise (PartsDiffer if is_alone else ConfigError)(
                 f"{self._strategy}: the loss is computed otherwise than in the first step, so what it divides by is "
                 'not known. Use evener.mean, or return {"loss": loss, "loss_weight": n} from training_step.'
             )

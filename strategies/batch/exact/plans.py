@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .program_finder import ProgramFinder
-from .programs import RETURNED, Leaf, Program
+from .programs import NUMBER, RETURNED, Leaf, Program
 from .tape import Tape
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -89,6 +89,8 @@ def _bases(program: Program, seen: ProgramFinder) -> list[int]:
             columns.append(torch.cat([one, drawn, values * drawn] if k == 1 else [one, one, drawn], 1))
         else:
             values = values[:1].expand_as(values) if leaf.how == "same" else values
+            if leaf.site[1] == NUMBER and leaf.slot >= 0:  # what is as small as 1e-8 stays so
+                values = values * (seen.whole.tape.value(leaf.site, leaf.slot) or 1.0)
             columns.append(torch.cat([one, one, values], 1))
     parts = [[column[i] for column in columns] for i in range(3)]
     with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers

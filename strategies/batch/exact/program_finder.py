@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from ...core.no_value import NoValue
-from .programs import RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
+from .programs import NUMBER, RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
 from .tape import Entry, Tape, number_of
 
 _CPU = torch.device("cpu")
+_WEIGHED = [(f"aten.{name}.Tensor", NUMBER) for name in ("add", "sub", "rsub", "mul")]
+"""Operations by numbers that may be others in each step, such as weights that are annealed."""
 _SUMS = ("aten.sum", "aten.nansum", "aten.count_nonzero", "aten.bincount", "aten.histc", "aten.dot")
 
 
@@ -129,14 +131,38 @@ class ProgramFinder:
         if isinstance(arg, Ref) and self._kinds[arg.op]:
             return self._ref(arg)
         is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        if is_number and i == 1 and entry.site[0].startswith("aten.div") and (by := self._item(entry)) is not None:
+            return by
         varies = is_number and any(other.args[i] != arg for other, _ in self.entries(entry.site))
-        return self._leaf(entry, i) if varies or entry.shapes[i] is not None else arg
+        may_vary = varies or (is_number and i < 2 and entry.site[:2] in _WEIGHED)
+        return self._leaf(entry, i) if may_vary or entry.shapes[i] is not None else arg
+
+    def _item(self, entry: Entry) -> Ref | None:
+        """What a number has been before that divides: `count.item()`, or `max(1, count.item())`."""
+        numbers = [other.args[1] for other, _ in self.entries(entry.site)]
+        for item in reversed(self.whole.tape.entries[: self.whole.tape.entries.index(entry)]):
+            if item.site[0] != "aten._local_scalar_dense.default" or not isinstance(item.args[0], Ref):
+                continue
+            counts = [number_of(piece.tape.value(item.site, 0)) for piece in self.pieces]
+            if None in counts or len(counts) != len(numbers) or not self._kinds[item.args[0].op]:
+                continue
+            bounds = {number for number, count in zip(numbers, counts, strict=True) if number != count}
+            if len(bounds) < 2 and numbers == [max(count, *bounds) if bounds else count for count in counts]:
+                count = self._ref(item.args[0])
+                if not bounds:
+                    return count
+                self._ops.append(("aten.clamp.default", ([count, *bounds], {})))
+                return Ref(len(self._ops) - 1, 0)
+        return None
 
     def _leaf(self, entry: Entry, slot: int) -> Ref:
         value = self.whole.tape.value(entry.site, slot)
         if value is None:
             raise LookupError
-        number = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        result, dtype = entry.results[0], torch.float64 if isinstance(value, float) else None
+        if isinstance(value, float) and entry.site[1] == NUMBER and result is not None:
+            dtype = result.dtype  # a count and a float make what torch's default is
+        number = torch.as_tensor(value, dtype=dtype)
         grad = slot < 0 and entry.has_grad and number.is_floating_point()
         counted = entry.count is not None and slot == -1
         # a sum of what has no rows, such as a penalty on weights, is the batch's own, also where it is 0 in all parts

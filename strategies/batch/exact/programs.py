@@ -26,6 +26,9 @@ from ...core.devices import precise_dtype
 Site = tuple[Any, ...]
 """An operation's name, the lines of code that called it, and how many such calls were before it in the step."""
 
+NUMBER = "by a number"
+"""In the site of an operation that adds or multiplies by a number of Python's, which may be another in each step."""
+
 RETURNED = "the loss"
 """Stands for the name of the loss that a training step returns, which need not be logged."""
 

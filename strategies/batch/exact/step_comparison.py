@@ -21,6 +21,7 @@ from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
 from ..results import ResultStructure, combine
+from ..run_structures import takes_others_batches
 from ..samples import FewSamples
 from ..structure import BatchStructure
 from ..tree import Path, walk
@@ -61,17 +62,17 @@ class StepComparison:
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
         self._is_cut = self._trains and hasattr(strategy, "shards") and not together
         self._trial = Trial(
-            self._module, step, device, self._name, together, not self._trains, self._in_turn, self._is_cut
+            self._module, step, device, self._name, together, 0 if self._trains else 2, self._in_turn, self._is_cut
         )
         by_config = getattr(strategy, "is_configured", False)
         self._global_view = getattr(strategy, "global_view", None)
         self._option = "strategy.verify=false" if by_config else f"{type(strategy).__name__}(verify=False)"
         trainer: Any = self._module.trainer
-        loop = trainer.fit_loop if self._trains else trainer._active_loop
+        self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
         self._lists = EvaluationLists() if self._trains else strategy.structures.lists
-        self._cuts = Cuts(self._trial, loop, loader, structure, samples)
+        self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
 
     def verdict(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
@@ -101,7 +102,12 @@ class StepComparison:
                 raise
             fewer = is_out_of_memory(exc) and self._cuts.halve()
             if not fewer:
-                is_late = self._trains and views.ranks and batch is not None and not trial.together
+                is_late = (
+                    self._trains
+                    and views.ranks
+                    and not trial.together
+                    and (batch is not None or takes_others_batches(self._loop))
+                )
                 self._failed(exc, is_late, verdict)
         if fewer:  # now that the error holds no graphs
             return self.verdict(batch, views, rest)
@@ -130,7 +136,7 @@ class StepComparison:
         if not self._trains:
             self._compare_evaluation(tried, verdict)
         elif not self._compare_training(tried, verdict):
-            self._trial.evaluates = True
+            self._trial.evaluates += 1
             del tried  # its graphs
             self._compare(total, piece, verdict)
 
@@ -156,7 +162,7 @@ class StepComparison:
             if not unlike_whole:
                 continue
             if self._is_random(call, tried):
-                if not self._trial.evaluates:
+                if self._trial.evaluates < 2:
                     return False
                 line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
                 verdict.told.append((line, False))

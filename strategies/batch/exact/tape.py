@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from typing_extensions import override
 
-from .programs import Leaf, Program, Programs, Ref, Site, row_of
+from .programs import NUMBER, Leaf, Program, Programs, Ref, Site, row_of
 
 _MOST_ELEMENTS = 1024
+_ARITHMETIC = tuple(f"aten.{name}.Tensor" for name in ("add", "sub", "rsub", "mul", "div"))
 _NEAR = 6
 """Operations after which it no longer matters that the data have chosen rows."""
 _PICKS = ("aten.index.", "aten.masked_select", "aten.nonzero")
@@ -89,6 +90,7 @@ class Tape(TorchDispatchMode):
         for leaf in {leaf for program in (programs or {}).values() for leaf in program.leaves}:
             self._wanted.setdefault(leaf.site, []).append(leaf)
         self._names = {site[0] for site in self._wanted}
+        self._others = {site[0] for site in self._wanted if site[1:2] != (NUMBER,)}
         self._found: dict[Leaf, Tensor] = {}
         self._nodes: dict[Leaf, int] = {}
         self._counts = Counter[Site]()
@@ -131,7 +133,10 @@ class Tape(TorchDispatchMode):
         return True
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
-        lines, frame = [name], sys._getframe(2)
+        by_number = name in _ARITHMETIC and any(isinstance(arg, (int, float)) for arg in args[:2])
+        if not by_number and self._programs is not None and name not in self._others:
+            return None
+        lines, frame = [name, NUMBER] if by_number else [name], sys._getframe(2)
         while frame is not None and frame is not self._frames[0]:
             if _is_users(frame.f_code):
                 lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")

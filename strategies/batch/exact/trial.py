@@ -92,7 +92,8 @@ class Trial:
         device: where it expects its batch.
         strategy: name that begins messages.
         together: whether all ranks run it, whose steps are exchanges.
-        evaluates: whether all of the module is in evaluation mode; else only layers that may draw random numbers are.
+        evaluates: what is in evaluation mode: 0 for layers of torch that draw random numbers, 1 for those of others,
+            too, that hold no layers, 2 for all of the module.
         in_turn: whether chunks run one after the other in training, each in the module as the one before has left it.
         sees_calls: whether the calls of submodules are noted, and where their parameters are used.
         rest: arguments of the step after the batch.
@@ -104,7 +105,7 @@ class Trial:
     device: torch.device
     strategy: str
     together: bool
-    evaluates: bool
+    evaluates: int
     in_turn: bool = False
     sees_calls: bool = False
     rest: Sequence[Any] = ()
@@ -136,7 +137,7 @@ class Trial:
             stack.enter_context(kept_metrics(module))
             stack.enter_context(torch.set_grad_enabled(self.trains))
             for part in module.modules():
-                part.training = part.training and not (self.evaluates or _draws(part))
+                part.training = part.training and not _evaluates(part, self.evaluates)
             parts = _Parts(self, batches, sizes, state)
             stack.enter_context(received((module_log(part), parts.log) for part in lightning_modules(module)))
             if self.sees_calls:
@@ -324,13 +325,12 @@ def _hooks(module: nn.Module) -> list[int]:
     return [number for owner in owners for hooks in hooks_of(owner) for number in hooks if isinstance(number, int)]
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a layer may draw random numbers in training, or see other samples, and computes in evaluation alike."""
+def _evaluates(module: nn.Module, what: int) -> bool:
+    """Whether a layer is put in evaluation mode, see `Trial`."""
     if isinstance(module, nn.RNNBase):
-        return module.dropout > 0
-    if isinstance(module, _DRAWING):
-        return True
-    return not (type(module).__module__.startswith("torch.") or any(True for _ in module.children()))
+        return what == 2 or module.dropout > 0
+    is_of_others = not type(module).__module__.startswith("torch.")
+    return what == 2 or isinstance(module, _DRAWING) or (what == 1 and is_of_others and not any(module.children()))
 
 
 def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:

@@ -101,6 +101,8 @@ FORMS: dict[str, Callable[[Net, Batch], Tensor]] = {
     "focal / positives.clamp(1)": focal,
     "masked sum / (count + eps)": lambda m, b: (each(m, b) * b.chosen).sum() / (b.chosen.sum() + 1e-8),
     "masked sum / count.item()": lambda m, b: (each(m, b) * b.mask).sum() / b.mask.sum().item(),
+    "masked sum / max(1, count.item())": lambda m, b: (each(m, b) * b.sparse).sum() / max(1, b.sparse.sum().item()),
+    "masked sum / clamped.item()": lambda m, b: (each(m, b) * b.sparse).sum() / b.sparse.sum().clamp(min=1.0).item(),
     "sum / len": lambda m, b: F.cross_entropy(m(b.x), b.y, reduction="sum") / len(b.x),
     "sum / constant": lambda m, b: m(b.x).pow(2).sum() / 100,
     "sum": lambda m, b: m(b.x).pow(2).sum(),

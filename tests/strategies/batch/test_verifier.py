@@ -175,7 +175,7 @@ class Changed(Weighed):
 
 def test_a_loss_that_is_computed_otherwise_later_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the loss is computed otherwise than in the first step.*evener\.mean"):
-        trained(Changed(), DataParallelStrategy())
+        trained(Changed(), DataParallelStrategy(global_view=False))
 
 
 class SaysSamples(Weighed):
@@ -205,6 +205,47 @@ class Trimmed(Net):
         return losses[losses <= losses.quantile(0.8)].mean()
 
 
+class ActsInTraining(Net):
+    """Has a layer that centres by the batch, in training alone."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, self.Centred())
+
+
+class Ranked(Net):
+    """Ranks the samples of a query, of which there are four side by side."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        score = self.net(x)[:, 0]
+        pairs = (y[:, None] == y) & (x[:, None, 0] > x[:, 0])
+        return F.softplus(score - score[:, None])[pairs].sum() / pairs.sum().clamp(min=1)
+
+
+class Annealed(Weighed):
+    """Changes the weight of a term with each step; at first it is 0."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(x, y) + self.global_step / 3 * self.net(x).pow(2).mean()
+
+
+class CountsRare(Net):
+    """Divides by a number of Python's, at least 1; most parts have none of what is counted."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        rare = x[:, 0] > 1
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses * rare).sum() / max(1, rare.sum().item())
+
+
+def queries() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(data().tensors[0], torch.arange(NUM) // 4), 8)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(data())
@@ -222,6 +263,11 @@ ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
         )
         for i in range(6)
     },
+    "a layer that acts in training alone": (ActsInTraining, lambda: DataLoader(data(), 8)),
+    "neighbours that belong together": (Ranked, queries),
+    "a weight that changes from step to step": (Annealed, lambda: DataLoader(data(), 8)),
+    "a number that is at least one": (CountsRare, lambda: DataLoader(data(), 8)),
+    "another loss from the second step on": (Changed, lambda: DataLoader(data(), 8)),
     "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Stream(), 8)),
     # a warning told that the parts were wrong, which no loss_weight makes right
     "settings beside a stream's samples": (Listed, lambda: DataLoader(Stream(), 2, collate_fn=beside_settings)),

@@ -150,3 +150,14 @@ def test_a_callback_added_in_a_step_gets_the_end_of_its_batch(kind: type[pl.Trai
     module = Adds()
     quiet(kind).fit(module, loader(), loader(10))
     assert module.ended == [3, 4, 5]
+
+
+def test_a_writer_of_predictions_may_be_among_the_callbacks_of_a_fit() -> None:
+    # failed before in the validation: AttributeError of Lightning's loop of evaluation
+    class Writer(pl.callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, *args: Any) -> None:
+            raise AssertionError("nothing is predicted")
+
+    trainer = quiet(Trainer, max_epochs=1, callbacks=[Writer("batch")])
+    trainer.fit(SmallModule(), loader(), loader(10))
+    assert trainer.global_step > 0
