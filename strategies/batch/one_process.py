@@ -53,6 +53,10 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self._batch_dims = verify_batch_dims(batch_dims, self.strategy_name)
         self.structures = RunStructures(self._batch_dims)
         self._verifies, self._is_verified = verify, False
+        self._epoch: int | None = None
+        """That of the last step."""
+        self._has_changed: Callable[[], bool] | None = None
+        """Whether the step computes otherwise than when it was compared."""
         self.global_view = global_view
         self.whole = WholeSteps(self.strategy_name, self.computes_whole, global_view == "auto")
         self.reader = LossReader(self.strategy_name)
@@ -115,6 +119,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             state_to_parameters(optimizer)
         self.layout.reader = self.reader = LossReader(self.strategy_name)
         self._is_verified = not (self.layout.cuts_steps or weighs_in_loop(trainer))
+        self._epoch, self._has_changed = None, None
         self.layout.begin(trainer, self.structures)
 
     @override
@@ -158,6 +163,10 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         reader = self.reader
         reader.begin_step()
+        assert self.lightning_module is not None
+        before, self._epoch = self._epoch, self.lightning_module.current_epoch
+        if self._epoch != before and self._has_changed is not None and self.layout.cuts_steps:
+            self._is_verified = not self._has_changed()
         if not self._is_verified:
             self._is_verified = True
             self._verify(args)
@@ -179,6 +188,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             if exc.plans and weighs_in_loop(self.lightning_module.trainer):
                 self.reader.take(exc.plans[0], self.lightning_module)
             return
+        self._has_changed = found.has_changed
         self.reader.take(found.plans[0], self.lightning_module)
         self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
 

@@ -206,7 +206,11 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         devices = [int(part) if part.isdigit() else part for part in devices.split(",")]
         devices = devices[0] if len(devices) == 1 and isinstance(devices[0], int) else devices
     if isinstance(devices, Sequence) and not isinstance(devices, str) and any(isinstance(d, str) for d in devices):
-        return [_named_device(str(name)) for name in devices]
+        names = [str(name) for name in devices]
+        named = [_named_device(name) for name in names if not name.isdigit()]  # it says which one is not a device
+        if len(named) < len(names):
+            raise ConfigError(f"devices=[{','.join(names)}] has indices and names. Give names only, such as cuda:0.")
+        return named
     kind = accelerator_type(accelerator)
     available = num_available(kind)
     given: Any = devices  # a configuration may hold anything
@@ -224,7 +228,12 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         indices = range(given)
     else:
         indices = [int(index) for index in given]
-        if not indices or kind == "cpu" or any(not 0 <= index < available for index in indices):
+        if kind == "cpu" and indices:
+            raise ConfigError(
+                f"devices={indices}: the CPU has no indices. Give a count (devices={len(indices)}) or names "
+                f"(devices=[{','.join(['cpu'] * len(indices))}])."
+            )
+        if not indices or any(not 0 <= index < available for index in indices):
             raise ConfigError(
                 f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
                 f"{ALLOWED}."

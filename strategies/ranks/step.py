@@ -313,6 +313,7 @@ class RankStep(StepContract):
         """End the run."""
         self.agreement.end()
         self.metrics.end()
+        self._strategy.whole_batches.end()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ It is done as early as possible, since later less can be changed:
 compared                                  where whole batches come from
 training, before the module is wrapped    another gradient sync, with which the run begins anew
 training, when a stream begins            the first rank, which takes them whole
-training, after the first epoch's hooks   the first rank
+training, after an epoch's first hooks    the first rank; in later epochs if other operations run
 training, in the first step               nowhere: the module is refused
 evaluation, after its first hooks         the first rank
 """
@@ -67,6 +67,9 @@ class WholeBatches:
         self._samples: FewSamples | None = None
         """What all ranks compute together, where they do."""
         self.evaluation: Any = None
+        self._epochs: Replacement | None = None
+        self._has_changed: Callable[[], bool] | None = None
+        """On rank 0, whether the step computes otherwise than when it was compared."""
 
     def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], **others: bool) -> None:
         """Have steps see whole batches, or allow it where a module needs it.
@@ -99,7 +102,7 @@ class WholeBatches:
         self.of_ranks = WholeSteps(strategy.strategy_name, "on the first rank", self.of_chunks.allowed)
         has_parts = strategy.world_size > 1 or strategy.layout.cut_by or weighs_in_loop(strategy.trainer)
         self.is_open = plans is None and bool(has_parts)
-        self._before = self._samples = self.evaluation = None
+        self._before = self._samples = self.evaluation = self._has_changed = None
 
     def before_wrapping(self) -> None:
         """Compare training, unless that was done, before the module is wrapped or cut over the ranks."""
@@ -166,24 +169,46 @@ class WholeBatches:
                 self._samples = FewSamples(module, loop, 0, MOST_SAMPLES, share=broadcast_object)
 
     def begin_training(self) -> None:
-        """Compare training once the first epoch's hooks have run, if that could not be done before them."""
+        """Compare training after the hooks of an epoch's start, where it was not yet, or computes otherwise by then."""
         loop: Any = self._strategy.trainer.fit_loop
+        begins = True
 
-        def compare() -> None:
+        def compare(start: Callable[[], Any]) -> None:
+            nonlocal begins
+            start()
+            is_first, begins = begins, False
             sources = (getattr(one, "rank_batches", one) for one in loop._combined_loader.flattened)
             can_be_whole = all(getattr(one, "is_whole", None) for one in sources)
-            if not self.is_open or loop.epoch_loop.batch_progress.current.ready or not can_be_whole:
-                return  # until the first step, which refuses a module that needs whole batches
+            if (is_first and loop.epoch_loop.batch_progress.current.ready) or not can_be_whole:
+                return  # what is yet to be compared is in the first step, which refuses what needs whole batches
+            was_open = self.is_open
+            self.is_open = was_open or self._has_changed_anywhere()
+            if not self.is_open:
+                return
             self._choose_samples()
             # if it fails on a few samples once more whole batches are right in any case
             self._settle("training_step", None, partial(self._compare_placed, (), (False,)))
-            if "training_step" in self.of_ranks.names:  # the first batches were perhaps read in parts
+            self.is_open = self.is_open and was_open
+            if is_first and "training_step" in self.of_ranks.names:  # the first batches were perhaps read in parts
                 assert self._before is not None
                 with swapped_random_state(self._before):
                     iter(loop._data_fetcher)
 
-        if self.is_open and self._strategy.world_size > 1:
-            _once_after(loop, "on_advance_start", compare)
+        if self._strategy.world_size > 1:
+            self.end()
+            self._epochs = Replacement(loop, "on_advance_start", compare)
+
+    def _has_changed_anywhere(self) -> bool:
+        """Whether the step of training computes otherwise than when it was compared; all ranks call it."""
+        if "training_step" in self.of_ranks.names or not self._verifies or self.compares_together:
+            return False
+        return broadcast_object(self._has_changed is not None and self._has_changed())
+
+    def end(self) -> None:
+        """End a run's training."""
+        if self._epochs is not None:
+            self._epochs.remove()
+        self._epochs = None
 
     def in_step(self, args: Sequence[Any]) -> None:
         """Compare training in its first step, which has these arguments."""
@@ -212,7 +237,7 @@ class WholeBatches:
             strategy, views, self._verifies, args, broadcast_object, strategy.global_rank == 0, again=again,
             together=together, samples=self._samples,
         )  # fmt: skip
-        self.uneven, self.outside = found.uneven, found.outside
+        self.uneven, self.outside, self._has_changed = found.uneven, found.outside, found.has_changed
         if found.waits(again):
             self.is_open = True
             return

@@ -30,7 +30,7 @@ from .cuts import Cuts, Tried, said
 from .differences import are_alike, differences, gradients, small_parameters, tolerance, unlike
 from .plans import OF_SAMPLES, Part, Plan, proposals
 from .program_finder import ProgramFinder
-from .programs import RETURNED
+from .programs import RETURNED, Site
 from .trial import Cannot, MakesBatch, Ran, Trial
 from .verdict import Verdict, Views
 
@@ -72,6 +72,8 @@ class StepComparison:
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
         self._lists = EvaluationLists() if self._trains else strategy.structures.lists
+        self._look: tuple[MakesBatch, int, dict[Site, Any]] | None = None
+        """What has made the samples that were looked at, their number, and the operations of the step on them."""
         self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
 
     def verdict(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
@@ -114,6 +116,17 @@ class StepComparison:
         verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
         return verdict
 
+    def has_changed(self) -> bool:
+        """Whether the step runs other operations on the samples than when it was looked at the last time."""
+        if self._look is None:
+            return False
+        piece, total, before = self._look
+        with suppress(Exception), torch.inference_mode(False), not_compiling(), self._quiet():
+            (ran,) = self._trial.run(piece, 0, total)
+            self._look = piece, total, ran.tape.shapes
+            return self._look[2] != before
+        return False
+
     def _failed(self, error: Exception, is_late: bool, verdict: Verdict) -> None:
         """Record that nothing could be compared: such a step gets whole batches, if it isn't too late for them."""
         verdict.failed, verdict.raised = True, not isinstance(error, Cannot)
@@ -127,6 +140,7 @@ class StepComparison:
 
     def _compare(self, total: int, piece: MakesBatch, verdict: Verdict) -> None:
         tried = self._cuts.tried(total, piece)
+        self._look = piece, total, tried.whole.tape.shapes
         if self._is_cut:
             with suppress(Exception):  # a single sample shows what samples choose
                 alone = [self._trial.run(piece, i, i + 1)[0] for i in (0, total - 1)]

@@ -200,6 +200,11 @@ class Tape(TorchDispatchMode):
             return self._found.get(leaf)
         return row_of(value, self.by_site[leaf.site].count if leaf.how == "mean" else None, ())
 
+    @property
+    def shapes(self) -> dict[Site, Any]:
+        """The shapes of the results of all operations."""
+        return {site: entry.result_shapes for site, entry in self.by_site.items()}
+
     def value(self, site: Site, slot: int) -> Any:
         """What was recorded of all at a place; None if nothing."""
         entry = self.by_site.get(site)

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
+from pytorch_lightning.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -24,7 +25,7 @@ from ...core.executor import Piece
 from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
 from ...core.module_state import kept_metrics
-from ...core.patching import Replacement, hooks_of
+from ...core.patching import Replacement, hooks_of, replaced
 from ...core.types import Batch
 from ..evaluation_lists import Appended, PartLists
 from ..losses import is_loss, weight_in
@@ -135,6 +136,8 @@ class Trial:
             state = ModuleState(module)
             stack.callback(state.restore)
             stack.enter_context(kept_metrics(module))
+            trainer: Any = module.trainer
+            stack.enter_context(replaced(trainer, "_loggers", [_Silent(own) for own in trainer._loggers]))
             stack.enter_context(torch.set_grad_enabled(self.trains))
             for part in module.modules():
                 part.training = part.training and not _evaluates(part, self.evaluates)
@@ -251,6 +254,19 @@ class _Parts(Meeting):
         return answer
 
 
+class _Silent(DummyLogger):
+    """Stands for a logger, and writes nothing; `self.logger.experiment` takes any call."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self._own = own
+
+    name: Any = property(lambda self: self._own.name)
+    version: Any = property(lambda self: self._own.version)
+    save_dir: Any = property(lambda self: self._own.save_dir)
+    log_dir: Any = property(lambda self: self._own.log_dir)
+
+
 class _OneRank(TorchDispatchMode):
     """Refuses collectives: only rank 0 computes."""
 
@@ -353,14 +369,14 @@ def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], No
     strategy: Any = module.trainer.strategy
     optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
     still = partial(_answered, None)
-    replaced: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
+    calls: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
     if not optimizers:  # before the strategy makes them
         optimizers, configs = _init_optimizers_and_lr_schedulers(module)
-        replaced |= {"toggle_optimizer": still, "untoggle_optimizer": still}
+        calls |= {"toggle_optimizer": still, "untoggle_optimizer": still}
     for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
         answers = [_Still(one) for one in own]
-        replaced[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
-    for name, call in replaced.items():
+        calls[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
+    for name, call in calls.items():
         stack.callback(Replacement(module, name, call).remove)
 
 

@@ -1,6 +1,6 @@
 """Say what was found of a step that is computed in parts of a batch."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Verdict:
         rows: the arguments of metrics that are rows, see `Values`.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
         outside: those of which a step uses parameters outside of their forward.
+        has_changed: whether the step computes otherwise by now; it is known where it was looked at.
     """
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
@@ -47,6 +48,7 @@ class Verdict:
     in_chunks: bool = False
     uneven: set[str] = field(default_factory=set[str])
     outside: set[str] = field(default_factory=set[str])
+    has_changed: Callable[[], bool] | None = None
 
     def waits(self, again: Collection[bool]) -> bool:
         """Whether to compare later, see `verified`."""

@@ -13,6 +13,7 @@ from the graph of a loss no more than a proposal of what its terms divide by: wh
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +54,7 @@ def verified(
         PartsDiffer: the module trains otherwise; the message says what differs.
     """
     verdict: Verdict | None = None
+    comparison: StepComparison | None = None
     if is_first or together:
         try:
             own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
@@ -61,16 +63,19 @@ def verified(
             )
         except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
             return _told(share(Verdict([], str(exc))), is_first)
-        verdict, earlier = (
-            comparison.verdict(args[0], views, args[1:]),
-            _earlier.setdefault(strategy.lightning_module, {}),
-        )
+        verdict = comparison.verdict(args[0], views, args[1:])
+        earlier = _earlier.setdefault(strategy.lightning_module, {})
         if verdict.failed:  # its parameters may be shards by now
             verdict = earlier.get(strategy.strategy_name, verdict)
         else:
             earlier[strategy.strategy_name] = verdict
     found: Verdict = share(verdict)
-    return found if found.waits(again) else _told(found, is_first, verifies or not found.plans)
+    if found.waits(again):
+        return found
+    _told(found, is_first, verifies or not found.plans)
+    if comparison is None or not verifies or together:
+        return found
+    return replace(found, has_changed=comparison.has_changed)
 
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:

@@ -233,6 +233,14 @@ class Annealed(Weighed):
         return super().loss(x, y) + self.global_step / 3 * self.net(x).pow(2).mean()
 
 
+class Curriculum(Net):
+    """Leaves out the samples with the largest losses, from the second epoch on."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        return (losses.topk(max(1, len(x) // 2), largest=False).values if self.current_epoch else losses).mean()
+
+
 class CountsRare(Net):
     """Divides by a number of Python's, at least 1; most parts have none of what is counted."""
 
@@ -267,6 +275,7 @@ ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "neighbours that belong together": (Ranked, queries),
     "a weight that changes from step to step": (Annealed, lambda: DataLoader(data(), 8)),
     "a number that is at least one": (CountsRare, lambda: DataLoader(data(), 8)),
+    "another loss from the second epoch on": (Curriculum, lambda: DataLoader(data(), 14)),
     "another loss from the second step on": (Changed, lambda: DataLoader(data(), 8)),
     "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Stream(), 8)),
     # a warning told that the parts were wrong, which no loss_weight makes right
@@ -440,3 +449,30 @@ def test_ranks_with_other_parts_than_a_few_samples_have_train_as_one_device(kind
     expected, _ = two_epochs(kind, SingleDeviceStrategy(), 1, batch_size)
     for found in run_ranks(_rows_of_ranks, 2, kind, batch_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class Logs(Net):
+    """Writes to its logger itself, in each step."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        logger: Any = self.logger
+        logger.log_metrics({"mean": float(x.mean())}, step=self.global_step)
+        logger.experiment.add_scalar("mean", 0.0)
+        return super().loss(x, y)
+
+
+class Written(pl.loggers.logger.DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append((step, *metrics))
+
+
+def test_the_look_at_a_few_samples_writes_nothing_to_loggers() -> None:
+    # failed before: 20 rows more at step 0
+    logger = Written()
+    trainer = make_trainer(Case(), DataParallelStrategy(), devices=2, max_steps=3, logger=logger, log_every_n_steps=100)
+    trainer.fit(Logs(), DataLoader(data(), 8))
+    assert [row for row in logger.rows if "mean" in row] == [(i, "mean") for i in range(3) for _ in range(2)]
