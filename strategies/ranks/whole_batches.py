@@ -182,7 +182,7 @@ class WholeBatches:
             if (is_first and loop.epoch_loop.batch_progress.current.ready) or not can_be_whole:
                 return  # what is yet to be compared is in the first step, which refuses what needs whole batches
             was_open = self.is_open
-            self.is_open = was_open or self._has_changed_anywhere()
+            self.is_open = was_open or (not is_first and self._has_changed_anywhere())
             if not self.is_open:
                 return
             self._choose_samples()
