@@ -93,6 +93,7 @@ class LossReader:
         self.parts.append(part)
         if plan.needs_all:
             return output
+        part.guard()
         return {**(output if isinstance(output, dict) else {}), "loss": loss, FOUND: part.weight}
 
     @property

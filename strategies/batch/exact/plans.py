@@ -144,6 +144,14 @@ class Part:
         row = self.rows[self.plan.base]
         return row[1] if self.program.leaves[self.plan.base].how == "mean" else row[2]
 
+    def guard(self) -> None:
+        """Have no gradient enter the leaves of a part that counts nothing: what divides by 0 makes nan of a 0."""
+        weight = torch.as_tensor(self.weight)
+        if weight.is_cpu and weight != 0:  # elsewhere to ask would wait
+            return
+        for node in self._nodes().values():
+            self._keep(node, partial(_none_without, weight))
+
     def scale(self, merged: Sequence[Tensor], share: float) -> None:
         """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.
 
@@ -197,6 +205,13 @@ def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
 
 def _noted(upstream: list[Tensor | None], gradients: Gradients) -> None:
     upstream[:] = gradients[:1]
+
+
+def _none_without(weight: Tensor, gradients: Gradients) -> Gradients:
+    return tuple(
+        None if one is None else torch.where(weight.to(one.device) == 0, torch.zeros_like(one), one)
+        for one in gradients
+    )
 
 
 def _put(upstream: list[Tensor | None], gradient: Tensor, share: float, k: int, gradients: Gradients) -> Gradients:

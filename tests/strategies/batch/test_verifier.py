@@ -250,6 +250,19 @@ class CountsRare(Net):
         return (losses * rare).sum() / max(1, rare.sum().item())
 
 
+class Masked(Net):
+    """Is given masks, of which one part of the third batch has zeros only."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.net(x).pow(2).sum(1) * y).sum() / y.sum()
+
+
+def masks() -> DataLoader[Any]:
+    mask = torch.rand(NUM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask[16:19] = 0
+    return DataLoader(TensorDataset(data().tensors[0], mask), 8)
+
+
 def queries() -> DataLoader[Any]:
     return DataLoader(TensorDataset(data().tensors[0], torch.arange(NUM) // 4), 8)
 
@@ -273,6 +286,7 @@ ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     },
     "a layer that acts in training alone": (ActsInTraining, lambda: DataLoader(data(), 8)),
     "neighbours that belong together": (Ranked, queries),
+    "a part without anything that counts": (Masked, masks),
     "a weight that changes from step to step": (Annealed, lambda: DataLoader(data(), 8)),
     "a number that is at least one": (CountsRare, lambda: DataLoader(data(), 8)),
     "another loss from the second epoch on": (Curriculum, lambda: DataLoader(data(), 14)),
