@@ -115,6 +115,8 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
 def _set(owner: Any, key: str, value: Any) -> None:
     """Set an attribute; a list, dict or set stays the object that the script may hold by another name."""
     old: Any = vars(owner).get(key)
+    if old is value:  # of a module that is known by two names
+        return
     if type(value) is list and type(old) is list:
         old[:] = value
     elif type(value) in (dict, set) and type(old) is type(value):

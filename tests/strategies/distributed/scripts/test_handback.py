@@ -73,6 +73,7 @@ class Net(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.epochs.append(self.current_epoch)
+        self.last = {"epoch": self.current_epoch}  # came back empty: it was set twice, and cleared before
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -121,6 +122,7 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
         "history": (len(history.losses), list(module.epochs), [type(each).__name__ for each in trainer.callbacks]),
         "scores": (early.best_score, best.best_model_score, Path(best.best_model_path).name),
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "made by a hook": module.last,
         "same objects": (epochs is module.epochs, weight is module.layers[0].weight),
         "in optimizer": weight in trainer.optimizers[0].state,
         "optimizer": trainer.optimizers[0].state_dict(),
