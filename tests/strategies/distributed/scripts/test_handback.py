@@ -122,7 +122,7 @@ def script(strategy: str, folder: Path) -> dict[str, Any]:
         "history": (len(history.losses), list(module.epochs), [type(each).__name__ for each in trainer.callbacks]),
         "scores": (early.best_score, best.best_model_score, Path(best.best_model_path).name),
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "made by a hook": module.last,
+        "made by a hook": dict(module.last),
         "same objects": (epochs is module.epochs, weight is module.layers[0].weight),
         "in optimizer": weight in trainer.optimizers[0].state,
         "optimizer": trainer.optimizers[0].state_dict(),
