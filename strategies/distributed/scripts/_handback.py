@@ -50,9 +50,12 @@ class _Lost:
 
 
 def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
-    """List by name what a script has before its ranks start, and has `given` to `fit`, in it and in each rank alike."""
+    """List by name what a script has before its ranks start, and has `given` to `fit`, in it and in each rank alike.
+
+    Each object has one name, the last of those below.
+    """
     module = trainer.lightning_module
-    return {
+    named: dict[str, Any] = {
         **{f"given {i}": one for i, one in enumerate(tree_leaves(given)) if hasattr(one, "__dict__")},
         "trainer": trainer,
         "metrics": trainer._logger_connector,
@@ -64,6 +67,8 @@ def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
         **{f"callback {i}": callback for i, callback in enumerate(callbacks_of(trainer))},
         **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
     }
+    names = {id(value): name for name, value in named.items()}
+    return {name: named[name] for name in names.values()}
 
 
 def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: bool) -> bytes:
@@ -115,8 +120,6 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
 def _set(owner: Any, key: str, value: Any) -> None:
     """Set an attribute; a list, dict or set stays the object that the script may hold by another name."""
     old: Any = vars(owner).get(key)
-    if old is value:  # of a module that is known by two names
-        return
     if type(value) is list and type(old) is list:
         old[:] = value
     elif type(value) in (dict, set) and type(old) is type(value):
