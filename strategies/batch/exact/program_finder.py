@@ -4,6 +4,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class ProgramFinder:
     def _item(self, entry: Entry) -> Ref | None:
         """What a number has been before that divides: `count.item()`, or `max(1, count.item())`."""
         numbers = [other.args[1] for other, _ in self.entries(entry.site)]
-        for item in reversed(self.whole.tape.entries[: self.whole.tape.entries.index(entry)]):
+        before = takewhile(lambda other: other is not entry, self.whole.tape.entries)
+        for item in reversed([*before]):  # the latest first
             if item.site[0] != "aten._local_scalar_dense.default" or not isinstance(item.args[0], Ref):
                 continue
             counts = [number_of(piece.tape.value(item.site, 0)) for piece in self.pieces]
