@@ -64,8 +64,7 @@ def start_copy(
     outgoing.wait_event(ready)
     with outgoing, incoming:
         copies = [to_device(tensor, device) for tensor in tensors]
-    for tensor in tensors:
-        tensor.record_stream(outgoing)  # its memory is not used again before the copy has been made
+    _record(tensors, outgoing)  # their memory is not used again before the copies have been made
     return copies, incoming.record_event()
 
 
@@ -115,8 +114,14 @@ def finish_copy(copies: Sequence[Tensor], arrived: torch.Event | None, stream: t
         return
     stream = stream or torch.accelerator.current_stream(copies[0].device)
     stream.wait_event(arrived)
-    for copy in copies:
-        copy.record_stream(stream)  # it was allocated on another
+    _record(copies, stream)  # they were allocated on another
+
+
+def _record(tensors: Sequence[Tensor], stream: torch.Stream) -> None:
+    """Keep the memory of tensors until a stream has done what is queued on it; a sparse one has two pieces."""
+    for tensor in tensors:
+        for piece in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            piece.record_stream(stream)
 
 
 def _stream(device: torch.device, name: str) -> torch.Stream:

@@ -183,6 +183,24 @@ def as_dict(x: Tensor, y: Tensor, i: int) -> Any:
     return {"pair": Pair(x, y), "name": f"n{i}", "index": i}
 
 
+class SparseNet(Net):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(3, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net((x[:, 0] > 0).long())
+
+    def on_after_backward(self) -> None:
+        gradients = [p.grad.to_dense().flatten().cpu() for p in self.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(gradients))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to train.

@@ -7,10 +7,9 @@ import weakref
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, make_module, run
+from parity import Case, Net, SparseNet, assert_equal, baseline, fit, make_module, run
 from stage_modules import DEEP, SquareNet
-from torch import Tensor, nn
+from torch import Tensor
 
 from evener.strategies import ConfigError, ModelParallelStrategy
 
@@ -72,23 +71,6 @@ class Padding(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch), "loss_weight": 0}
-
-
-class SparseNet(Net):
-    """An embedding with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(3, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net((x[:, 0] > 0).long())
-
-    def on_after_backward(self) -> None:
-        self.gradients.append(torch.cat([p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 CASES = {

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import CASES, assert_equal, baseline, run
+from parity import CASES, Case, SparseNet, assert_equal, baseline, run
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy
 
@@ -19,6 +19,12 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:0", "cpu"]])
 def test_training_on_a_gpu_equals_one_device(name: str, devices: list[str]) -> None:
     assert_equal(run(CASES[name], "dp", devices=devices), baseline(CASES[name]), 1e-8)
+
+
+@needs_gpu
+def test_sparse_gradients_of_replicas_on_a_gpu_are_added() -> None:
+    case = Case(SparseNet)
+    assert_equal(run(case, "dp", devices=["cuda:0", "cuda:0"]), baseline(case), 1e-8)
 
 
 @needs_gpu
