@@ -87,6 +87,13 @@ def process_devices(strategy: Strategy) -> list[torch.device]:
     return _of_ours(strategy, "process_devices") or [strategy.root_device]
 
 
+def devices_in_use(strategy: Strategy) -> list[torch.device]:
+    """The devices of this process and of its parameters, the root device first."""
+    root, module = strategy.root_device, strategy.lightning_module
+    of_parameters = () if module is None else (parameter.device for parameter in module.parameters())
+    return list(dict.fromkeys([root, *of_parameters, *process_devices(strategy)]))
+
+
 def node_devices(strategy: Strategy) -> list[torch.device]:
     """The devices of all processes of this machine."""
     given = strategy.parallel_devices if isinstance(strategy, ParallelStrategy) else None

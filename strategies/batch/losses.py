@@ -6,12 +6,13 @@ found (`exact/plans.py`), or given as `{"loss": mean, "loss_weight": n}`. Wherev
 mean over the whole batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -132,6 +133,15 @@ def weight_in(output: Any) -> Any:
         return None
     given = output.get("loss_weight")
     return output.get(FOUND) if given is None else given
+
+
+def loss_and_others(output: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Take apart what a training step returned: the loss, and what hooks get beside it; Lightning's error without."""
+    if isinstance(output, Tensor):
+        return output, {}
+    if not isinstance(output, Mapping) or output.get("loss") is None:
+        ClosureResult.from_training_step_output(output)  # raises it
+    return output["loss"], {key: value for key, value in output.items() if key not in ("loss", FOUND)}
 
 
 def losses_in(output: Any) -> list[Tensor]:

@@ -32,7 +32,7 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import is_metric
 from ...strategies.distributed.metrics.states import Mark, SavedMetric, resumed_states
 from ...strategies.distributed.metrics.sync import MetricSync
-from ...strategies.registry import contract_of, process_devices, ranks_of
+from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging.series import on_other_ranks
 from ._loader_state import ReadAhead, Resumable, ResumableLoader
@@ -126,7 +126,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
     logged = {id(result.value) for result in results.values() if not result.is_tensor}
     evaluation: Any = trainer.fit_loop.epoch_loop.val_loop
     return {
-        "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer)),
+        "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer.strategy)),
         "gradients": contract_of(trainer.strategy).whole_gradients(module) if accumulating else None,
         **map_tensors(own, lambda tensor: tensor.detach().cpu()),
         "loaders": own["loaders"],
@@ -179,10 +179,10 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
     if state["random"] is None:  # a rank that was not there before
-        devices = devices_in_use(trainer)
+        devices = devices_in_use(trainer.strategy)
         rng.seed_all(torch.initial_seed() % 2**63, trainer.global_rank, trainer.global_step, devices=devices)
     else:
-        rng.restore(state["random"], devices_in_use(trainer))
+        rng.restore(state["random"], devices_in_use(trainer.strategy))
 
 
 def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
@@ -191,28 +191,6 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
     for part, state in zip(stateful, states, strict=False):
         if isinstance(part, ResumableLoader):
             part.load_generators(state)
-
-
-def metric_states(module: torch.nn.Module) -> dict[str, SavedMetric]:
-    """Copy what torchmetrics' metrics of the module have accumulated, for `restore_metrics`."""
-    saved = ((name, SavedMetric.of(metric, [])) for name, metric in _metrics(module))
-    return {name: one._replace(states=map_tensors(one.states, torch.clone)) for name, one in saved}
-
-
-def restore_metrics(module: torch.nn.Module, states: Mapping[str, SavedMetric]) -> None:
-    """Set the metrics of a module to what `metric_states` copied."""
-    for name, metric in _metrics(module):
-        metric.reset()
-        if name in states:
-            states[name].give(metric)
-
-
-def devices_in_use(trainer: pl.Trainer) -> list[torch.device]:
-    """The devices of this process's parameters, root device first."""
-    root = trainer.strategy.root_device
-    devices = {parameter.device: None for parameter in trainer.lightning_module.parameters()}
-    devices.pop(root, None)
-    return list(dict.fromkeys([root, *devices, *process_devices(trainer.strategy)]))
 
 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:

@@ -320,29 +320,33 @@ class ResumingFitLoop(_FitLoop):
         self.takes_steps, self.end = False, None
         self._savers = tuple(cb for cb in self.trainer.checkpoint_callbacks if isinstance(cb, Checkpoint))
         super().on_run_start()
-        own = self.resumed.own
-        self._has_metrics = own is not None
-        if own is not None:
-            _position.restore(self.trainer, own, self.begins_epoch)
-        if self._has_metrics and self.resumed_on_epoch_end:  # a hook has saved there: these step after it
-            self.epoch_progress.current.completed -= 1
-            self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-            self.epoch_progress.current.completed += 1
-        if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
-            for callback in callbacks_of(self.trainer):
-                if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
-                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
-        loggers = self.trainer.loggers if self.trainer.is_global_zero else []
-        journal.cut_back(loggers, None if self.trainer.ckpt_path is None else self.resumed.rows)
-        if self.resumed.point == "after_epoch":
-            # Replace the iterator from the loop's setup, at the point where a running epoch creates it.
-            self._resuming_from_checkpoint = False
-        begins_epoch = self.begins_epoch or self.resumed.point == "after_epoch"
-        if begins_epoch and own is not None and self._combined_loader is not None:
-            _position.restore_generators(self._combined_loader, own["loaders"])
-        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else Position()
+        self._has_metrics, rows = False, None if self.trainer.ckpt_path is None else self.resumed.rows
+        if self.is_resuming:
+            self._go_on()
+        journal.cut_back(self.trainer.loggers if self.trainer.is_global_zero else [], rows)
         self.takes_steps = True
         self.agree_to_end(at_once=True)
         ranks = ranks_of(self.trainer.strategy)
         survivor = None if ranks is None else ranks.group.survivor
         self.sections = None if survivor is None else Sections.of(self.trainer, survivor)
+
+    def _go_on(self) -> None:
+        """Restore the state of the checkpoint that is resumed, once the hooks at the start of the run have run."""
+        own, point = self.resumed.own, self.resumed.point
+        if own is not None:
+            self._has_metrics = True
+            _position.restore(self.trainer, own, self.begins_epoch)
+            if self.resumed_on_epoch_end:  # a hook has saved there: these step after it
+                self.epoch_progress.current.completed -= 1
+                self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+                self.epoch_progress.current.completed += 1
+        if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
+            for callback in callbacks_of(self.trainer):
+                if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
+                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+        if point == "after_epoch":  # replace the iterator from the loop's setup where a running epoch creates it
+            self._resuming_from_checkpoint = False
+        begins_epoch = self.begins_epoch or point == "after_epoch"
+        if begins_epoch and own is not None and self._combined_loader is not None:
+            _position.restore_generators(self._combined_loader, own["loaders"])
+        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else Position()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.trainer.connectors.logger_connector.result import _Sync
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -27,7 +28,6 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of
 from ...strategies.distributed.objects import gather_objects, gather_rows
 from ...strategies.distributed.same_weights import trained
-from ...strategies.sharding.whole import map_tensors
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, Sums, combine
 
@@ -153,7 +153,9 @@ class Exchange:
         described = {key: {**series.entry(), "dtype": series.sums.value.dtype} for key, series in own.items()}
         ranks = results.ranks if last and results.training else None
         digests = [] if ranks is None else trained(self._trainer.lightning_module, self._trainer.optimizers)
-        gathered = gather_objects((map_tensors(described, Tensor.item), self._take_steps(results), digests))
+        gathered = gather_objects(
+            (apply_to_collection(described, Tensor, Tensor.item), self._take_steps(results), digests)
+        )
         if ranks is not None:
             ranks.contract.agreement.compare([digests for _, _, digests in gathered])
         for key, entries in _by_name([entries for entries, *_ in gathered]).items():

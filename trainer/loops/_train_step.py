@@ -29,6 +29,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ...strategies.batch.losses import loss_and_others
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import OneLoader, batch_mover
@@ -188,7 +189,11 @@ class TrainStep:
         output = plan.call_as("training_step", self.forward, *args)
         if plan.stale():
             self.resolve()
-        loss, reported = self.automatic.read(output, batch, batch_idx, self.reads_outputs)
+        if output is None or self.trainer.accumulate_grad_batches != 1:
+            loss, reported = self.automatic.read(output, batch, batch_idx, self.reads_outputs)
+        else:
+            loss, others = loss_and_others(output)
+            reported = {"loss": loss.detach().clone() if self.reads_outputs else loss.detach(), **others}
         del output
         first = batch_idx % self.trainer.accumulate_grad_batches == 0
         if loss is None:

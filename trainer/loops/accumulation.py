@@ -5,7 +5,7 @@ that many micro-batches of equal size. Here each loss is multiplied by its weigh
 the sum of the weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from typing_extensions import override
 from ...strategies.batch.exact.loss_reader import LossReader
 from ...strategies.batch.exact.verdict import Views
 from ...strategies.batch.exact.verifier import verified
-from ...strategies.batch.losses import FOUND, loss_weight, weighs_in_loop
+from ...strategies.batch.losses import loss_and_others, loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.patching import Replacement
@@ -76,12 +76,7 @@ class AccumulatingOptimization(_AutomaticOptimization):
         if output is None:
             self._verify_may_skip()
             return None, {}
-        loss, others = output, {}
-        if not isinstance(output, Tensor):
-            if not isinstance(output, Mapping) or output.get("loss") is None:
-                ClosureResult.from_training_step_output(output)  # raises Lightning's error
-            loss = output["loss"]
-            others = {key: value for key, value in output.items() if key not in ("loss", FOUND)}
+        loss, others = loss_and_others(output)
         if parts != 1 and not exact:
             loss = loss / parts
         reported = {"loss": loss.detach().clone() if copies else loss.detach(), **others}

@@ -1,21 +1,33 @@
-"""Run validation, test and prediction as `loops.py` runs training: without the calls that have no effect."""
+"""Run validation, test and prediction as `loops.py` runs training: without the calls that have no effect.
 
+A training goes on as if nothing had been validated within it. The random streams of a validation are made of the seed,
+the epoch and the rank, and those of its data workers of the batch's number, too: what they drew before, and whether
+they persist, makes no difference to a run that is resumed. A signal stops it between two batches.
+"""
+
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
+import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.callbacks import BasePredictionWriter, WeightAveraging
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
+from ...strategies.core import rng
+from ...strategies.core.module_checks import callbacks_of, is_users, metrics_of
+from ...strategies.core.module_state import metric_state
+from ...strategies.core.patching import replaced
 from ...strategies.core.types import Batch
-from ...strategies.registry import contract_of, ranks_of
-from ..checkpoint.separate_evaluation import SeparateEvaluation
+from ...strategies.registry import contract_of, devices_in_use, ranks_of
+from ..checkpoint import Resumable, make_resumable
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, batch_mover, may_read_lean, only_loaders_end, to_cpu
 from .hook_plan import HookPlan
@@ -114,6 +126,8 @@ class PlannedLoop(_Loop):
     """What validation, test and prediction share: the mode in which they run, and a plan of their steps."""
 
     inference_mode: bool
+    is_within_fit = False
+    """Whether a validation within training runs."""
     _plan: StepPlan | None = None
 
     def run(self) -> Any:
@@ -138,10 +152,9 @@ class PlannedLoop(_Loop):
             StopIteration: the loader has ended before it was known, as Lightning's loop expects.
         """
         loop, loader = cast("Any", self), plan.loader
-        stops = getattr(self, "is_within_fit", False)  # between two batches, if a signal asks for it
         while True:
             plan.run(batch, batch_idx, dataloader_idx)
-            if stops:
+            if self.is_within_fit:
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
@@ -154,13 +167,124 @@ class PlannedLoop(_Loop):
         cast("Any", super()).teardown()
 
 
-class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
-    """Validation or test."""
+_STARTS = ("on_validation_start", "on_validation_epoch_start")
+_ENDS = ("on_validation_epoch_end", "on_validation_end")
+
+
+def stands_in(trainer: pl.Trainer) -> bool:
+    """Whether hooks may put something in the place of the weights for a validation, such as their average.
+
+    They have a part at its start, and one at its end, which must be called before anything is saved.
+    """
+
+    def has(owner: Any, names: tuple[str, ...]) -> bool:
+        return isinstance(owner, WeightAveraging) or any(is_users(getattr(owner, name)) for name in names)
+
+    owners = (trainer.lightning_module, *callbacks_of(trainer))
+    return any(has(owner, _STARTS) and has(owner, _ENDS) for owner in owners)
+
+
+class ValidationStopped(SIGTERMException):
+    """A signal ended a validation within training, whose state before it is to be saved."""
+
+
+class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
+    """Validation or test.
+
+    Attributes:
+        random_of_training: the random states of the training around a validation, while it runs.
+    """
+
+    random_of_training: dict[str, Any] | None = None
+    _may_stop = True  # whether a signal may stop a validation before its end
+    _has_ended = False
+    _number = _num_batches = 0  # parts of validations that have ended, one per loader; batches of the present one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._results = LeanResults(self.trainer, training=False)
         self._to_store = 0  # the loader whose outputs are stored next
+
+    @override
+    def run(self) -> Any:
+        trainer = self.trainer
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super().run()
+        fit_loop: Any = trainer.fit_loop
+        return self._run_isolated() if trainer.sanity_checking else fit_loop.in_section(self._run_isolated)
+
+    def _run_isolated(self) -> Any:
+        trainer, devices = self.trainer, devices_in_use(self.trainer.strategy)
+        with rng.isolated(devices) as before, replaced(self, "random_of_training", before):
+            rng.seed_all(torch.initial_seed(), trainer.current_epoch, trainer.global_rank, devices=devices)
+            return super().run() if trainer.sanity_checking else self._run_within_fit()
+
+    def _run_within_fit(self) -> Any:
+        self._num_batches, self._has_ended, self._may_stop = 0, False, not stands_in(self.trainer)
+        progress = copy.deepcopy(self.batch_progress.state_dict())
+        metrics = [(metric, metric_state(metric)) for metric in metrics_of(self.trainer.lightning_module)]
+        fit_loop: Any = self.trainer.fit_loop
+        try:
+            with replaced(self, "is_within_fit", True):
+                results = super().run()
+                if not self._has_ended:  # this rank has no batch, and others may
+                    self._end_part()
+                fit_loop.agree_to_end(at_once=True)
+                return results
+        except ValidationStopped:
+            self.batch_progress.load_state_dict(progress)
+            for metric, state in metrics:
+                vars(metric).update(state)
+            raise
+
+    def after_batch(self) -> None:
+        """Stop between two batches of a validation within training, if a signal asks for it.
+
+        Raises:
+            ValidationStopped: all ranks stop here.
+        """
+        self._num_batches += 1
+        if self._may_stop and not self.batch_progress.is_last_batch:
+            self._stop(ended=False)
+
+    def _end_part(self) -> None:
+        self._has_ended = True
+        self._stop(ended=True)
+        self._number += 1
+        self._num_batches = 0
+
+    def _stop(self, ended: bool) -> None:
+        """Stop if a signal was received; several processes agree, and wait for each other at the validation's end."""
+        received = self.trainer._signal_connector.received_sigterm
+        ranks = ranks_of(self.trainer.strategy)
+        stops = received and not ended
+        if ranks is not None:
+            stops = ranks.group.stopping.stops_validation(received, self._number, self._num_batches, ended)
+        if stops:
+            raise ValidationStopped
+
+    @override
+    def increment_progress_to_evaluation_end(self) -> None:
+        with rng.isolated(devices_in_use(self.trainer.strategy)):  # it makes iterators, which draw seeds
+            super().increment_progress_to_evaluation_end()
+
+    @override
+    def setup_data(self) -> None:
+        fit_loop: Any = self.trainer.fit_loop
+        before, trained, random = self._combined_loader, fit_loop._combined_loader, self.random_of_training
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        if fits and trained is not None and (random or self.trainer.num_sanity_val_steps):
+            random = fit_loop.random_of_loaders
+        with rng.isolated() if random else nullcontext():  # so that a `random_split` in both methods is one split
+            if random:
+                rng.restore(random)
+            super().setup_data()
+        combined = self._combined_loader
+        if combined is None or combined is before or not fits:
+            return
+        # a loader that training reads, too, has a position, and workers, of its own here
+        own = (part.loader if isinstance(part, Resumable) else part for part in combined._flattened)
+        combined._flattened = [make_resumable(part, self.trainer.global_rank) for part in own]
 
     @override
     def reset(self) -> None:
@@ -176,7 +300,8 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         self._store_until(dataloader_idx)
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-            self.after_batch()
+            if self.is_within_fit:
+                self.after_batch()
         else:
             self._has_run = not self._plan.sanity_checks
             self.run_planned(self._plan, batch, batch_idx, dataloader_idx)
@@ -184,7 +309,12 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
     @override
     def _store_dataloader_outputs(self) -> None:
         if not self._is_exchanged_by_loader():
-            super()._store_dataloader_outputs()
+            self._store_outputs()
+
+    def _store_outputs(self) -> None:
+        if self.is_within_fit:  # ranks exchange the values of this loader's batches: one that stopped would not come
+            self._end_part()
+        super()._store_dataloader_outputs()
 
     @override
     def on_run_end(self) -> list[Any]:
@@ -210,7 +340,7 @@ class LeanEvaluationLoop(PlannedLoop, SeparateEvaluation):
         for index in range(self._to_store, end):
             if not index or self.max_batches[index]:
                 results.dataloader_idx = index
-                super()._store_dataloader_outputs()
+                self._store_outputs()
         self._to_store, results.dataloader_idx = end, current
 
 

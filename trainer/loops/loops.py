@@ -22,13 +22,12 @@ from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingFitLoop
-from ..checkpoint.separate_evaluation import ValidationStopped
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
 from ._batch_fetch import OneLoader, may_read_lean, only_loaders_end
 from ._train_step import TrainStep
 from .accumulation import AccumulatingOptimization
-from .evaluation_loops import LeanEvaluationLoop
+from .evaluation_loops import LeanEvaluationLoop, ValidationStopped
 from .hook_plan import HookPlan, may_be_lean
 
 TRAIN_HOOKS = (
@@ -86,7 +85,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
     @override
     def reset(self) -> None:
         super().reset()
-        if self._fit_loop.resumed.is_between_batches:  # Nothing is half done, and no validation is pending.
+        if self.restarting and self._fit_loop.resumed.is_between_batches:  # nothing is half done or pending
             self._restarting = self.val_loop._restarting = False
             # the rest of the epoch's end is still to come
             self.trainer.should_stop = self._fit_loop.resumed.should_stop
