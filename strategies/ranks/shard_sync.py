@@ -290,7 +290,13 @@ def part_names(module: nn.Module, shard: Shard, uneven: Collection[str] = ()) ->
         return named_parts(module, shard)
     chosen = {_kind(module, name) for name in uneven}
     parts = [part.name for part in find_parts(module) if not part.loose]
-    return automatic_parts(module, [name for name in parts if _kind(module, name) not in chosen])
+    return automatic_parts(module, [name for name in parts if chosen.isdisjoint(_kinds(module, name))])
+
+
+def _kinds(module: nn.Module, name: str) -> set[tuple[str, type[nn.Module]]]:
+    """The kinds of a submodule and of those that it is in."""
+    path = name.split(".")
+    return {_kind(module, ".".join(path[:i])) for i in range(1, len(path) + 1)}
 
 
 def _kind(module: nn.Module, name: str) -> tuple[str, type[nn.Module]]:

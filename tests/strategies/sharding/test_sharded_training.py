@@ -209,16 +209,17 @@ class Recurrent(Net):
 class Experts(Net):
     """Each sample is computed by the expert that it chooses, after some steps in which all are."""
 
-    def __init__(self, since: int = 0) -> None:
+    def __init__(self, since: int = 0, seldom: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
-        self.since = since
+        experts = [nn.Linear(4, 4) for _ in range(2)] if not seldom else [nn.Sequential(nn.Linear(4, 4)) for _ in "abc"]
+        self.experts = nn.ModuleList(experts).double()
+        self.since, self.seldom = since, torch.tensor(seldom)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, index = batch
         hidden = self.net[1](self.net[0](x))
         for i, expert in enumerate(self.experts):
-            chosen = index % 2 == i
+            chosen = torch.where(torch.isin(index, self.seldom), 2, index % 2) == i
             if self.global_step < self.since:
                 hidden = expert(hidden)
             elif chosen.any():
@@ -269,6 +270,8 @@ WAYS = {
     "a recurrent layer": Way(Recurrent, {"shard": ["net.1"]}, num=16, size=4),
     # gathered for the whole step, since ranks gather the parts of a module in one order
     "experts that samples choose": Way(Experts, UNUSED, num=8, size=2),
+    # hung: one rank gathered the expert's layer, and none of the few samples had chosen it
+    "an expert that few samples choose": Way(partial(Experts, seldom=(7,)), UNUSED, num=12, size=2),
     "experts, not released after forward": Way(Experts, UNUSED | KEPT, num=8, size=2),
     "a gradient in a step": Way(SlopePenalized),
 }
