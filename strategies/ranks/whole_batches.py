@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 
 from ..batch.exact.cuts import MOST_SAMPLES
 from ..batch.exact.plans import Plan
+from ..batch.exact.step_comparison import StepComparison
 from ..batch.exact.verdict import Views
 from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.losses import weighs_in_loop
@@ -69,7 +70,7 @@ class WholeBatches:
         self.evaluation: Any = None
         self._epochs: Replacement | None = None
         self._has_changed: Callable[[], bool] | None = None
-        """On rank 0, whether the step computes otherwise than when it was compared."""
+        """Whether the step computes otherwise than when it was compared: on rank 0, or where all compute together."""
 
     def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], **others: bool) -> None:
         """Have steps see whole batches, or allow it where a module needs it.
@@ -182,7 +183,8 @@ class WholeBatches:
             if (is_first and loop.epoch_loop.batch_progress.current.ready) or not can_be_whole:
                 return  # what is yet to be compared is in the first step, which refuses what needs whole batches
             was_open = self.is_open
-            self.is_open = was_open or (not is_first and self._has_changed_anywhere())
+            has_changed = (not is_first or self.compares_together) and not was_open and self._has_changed_anywhere()
+            self.is_open = was_open or has_changed
             if not self.is_open:
                 return
             self._choose_samples()
@@ -200,9 +202,24 @@ class WholeBatches:
 
     def _has_changed_anywhere(self) -> bool:
         """Whether the step of training computes otherwise than when it was compared; all ranks call it."""
-        if "training_step" in self.of_ranks.names or not self._verifies or self.compares_together:
+        if "training_step" in self.of_ranks.names or not self._verifies:
             return False
-        return broadcast_object(self._has_changed is not None and self._has_changed())
+        if not self.compares_together:
+            return broadcast_object(self._has_changed is not None and self._has_changed())
+        if self._has_changed is None:
+            self._choose_samples()
+            if self._samples is None:
+                return False
+            structure = self._strategy.structures.of_batch(self._strategy.trainer)
+            comparison = StepComparison(self._strategy, structure, together=True, samples=self._samples)
+            self._has_changed = partial(self._strategy.sync.evaluate, partial(comparison.has_changed, self._rest))
+        return self._has_changed()
+
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        """Arguments of a training step after the batch."""
+        step = self._strategy.module.training_step
+        return (0,) * is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
     def end(self) -> None:
         """End a run's training."""
@@ -229,15 +246,15 @@ class WholeBatches:
     ) -> None:
         """Find by what losses divide, on rank 0 for all; see `verified`."""
         strategy, module, reader = self._strategy, self._strategy.module, self._strategy.contract.reader
-        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        args = args or (None, *(0,) * takes_index)
+        args = args or (None, *self._rest)
         self.is_open = False
         views = views or Views(strategy.world_size > 1, bool(strategy.layout.cut_by))
         found = verified(
             strategy, views, self._verifies, args, broadcast_object, strategy.global_rank == 0, again=again,
             together=together, samples=self._samples,
         )  # fmt: skip
-        self.uneven, self.outside, self._has_changed = found.uneven, found.outside, found.has_changed
+        self.uneven, self.outside = found.uneven, found.outside
+        self._has_changed = None if strategy.sync.evaluates_together else found.has_changed
         if found.waits(again):
             self.is_open = True
             return

@@ -116,15 +116,21 @@ class StepComparison:
         verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
         return verdict
 
-    def has_changed(self) -> bool:
-        """Whether the step runs other operations on the samples than when it was looked at the last time."""
-        if self._look is None:
-            return False
-        piece, total, before = self._look
+    def has_changed(self, rest: Sequence[Any] = ()) -> bool:
+        """Whether the step runs other operations on the samples than when it was looked at the last time.
+
+        Where all ranks compute together its first call looks at it, since they compute otherwise than one; `rest` are
+        arguments of the step after the batch.
+        """
+        self._trial.rest = rest or self._trial.rest
         with suppress(Exception), torch.inference_mode(False), not_compiling(), self._quiet():
-            (ran,) = self._trial.run(piece, 0, total)
-            self._look = piece, total, ran.tape.shapes
-            return self._look[2] != before
+            if self._look is None and self._trial.together:
+                _, total, piece = next(self._cuts.views(None, Views(ranks=True, chunks=False)))
+                self._look = piece, total, self._trial.run(piece, 0, total)[0].tape.shapes
+            elif self._look is not None:
+                piece, total, before = self._look
+                self._look = piece, total, self._trial.run(piece, 0, total)[0].tape.shapes
+                return self._look[2] != before
         return False
 
     def _failed(self, error: Exception, is_late: bool, verdict: Verdict) -> None:
@@ -291,8 +297,10 @@ class StepComparison:
         plans = [plan for plan in proposals(seen) if not (plan.needs_all and self._accumulates)] if is_read else []
         expected, differing, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
         for last in plans or [OF_SAMPLES]:
-            if last.needs_all and self._trial.together:
-                return last, ""  # its program makes the whole's loss
+            if last.needs_all and self._trial.together:  # its program makes the whole's loss; by chance, perhaps
+                if all(ProgramFinder(whole, more).program(RETURNED) is not None for more in tried.more()):
+                    return last, ""
+                continue
             try:
                 found = self._differs(call, tried.parts, last, expected, parameters)
                 for more in tried.more() if found[0] <= tolerance(loss, parameters) else ():
