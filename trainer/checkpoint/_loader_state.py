@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -48,6 +49,11 @@ def make_resumable(loader: Any, rank: int) -> Any:
         ends_unknown = isinstance(loader, DataLoader) and sized_len(loader) is None
         return ReadAhead(loader) if ends_unknown and not isinstance(loader, ReadAhead) else loader
     return ResumableLoader(loader, rank) if isinstance(loader, DataLoader) else Resumable(loader)
+
+
+def stateful(combined: CombinedLoader) -> list[Any]:
+    """The loaders that have a state, in the order in which Lightning saves these."""
+    return [loader for loader in combined.flattened if hasattr(loader, "state_dict")]
 
 
 def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:

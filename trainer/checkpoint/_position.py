@@ -35,7 +35,7 @@ from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging.series import on_other_ranks
-from ._loader_state import ReadAhead, Resumable, ResumableLoader
+from ._loader_state import ReadAhead, Resumable, ResumableLoader, stateful
 from .file_io import CheckpointError
 
 FORMAT = 1
@@ -124,9 +124,9 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
     module, own = trainer.lightning_module, capture_own(trainer)
     results: Any = trainer.fit_loop.epoch_loop._results
     logged = {id(result.value) for result in results.values() if not result.is_tensor}
-    evaluation: Any = trainer.fit_loop.epoch_loop.val_loop
+    evaluation: Any = trainer.fit_loop.epoch_loop.val_loop  # within which a hook may save
     return {
-        "random": getattr(evaluation, "random_of_training", None) or rng.capture(devices_in_use(trainer.strategy)),
+        "random": evaluation.random_of_training or rng.capture(devices_in_use(trainer.strategy)),
         "gradients": contract_of(trainer.strategy).whole_gradients(module) if accumulating else None,
         **map_tensors(own, lambda tensor: tensor.detach().cpu()),
         "loaders": own["loaders"],
@@ -187,8 +187,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
 
 def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
     """Restore the generators of loaders and samplers at the start of a new epoch."""
-    stateful = [part for part in loader.flattened if hasattr(part, "state_dict")]
-    for part, state in zip(stateful, states, strict=False):
+    for part, state in zip(stateful(loader), states, strict=False):
         if isinstance(part, ResumableLoader):
             part.load_generators(state)
 
@@ -196,7 +195,7 @@ def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> 
 def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
     ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    parts = [part for part in loader.flattened if hasattr(part, "state_dict")]
+    parts = stateful(loader)
     states = [part.state_dict() for part in parts]
     for i, part in enumerate(parts):
         if isinstance(part, Resumable):

@@ -38,6 +38,7 @@ from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
 from ..loggers import journal
 from . import _position
+from ._loader_state import stateful
 
 _T = TypeVar("_T")
 _FEW = 64
@@ -227,8 +228,7 @@ class Sections:
             _position.restore_generators(combined, states)
             return
         before = [one for one in combined._iterator.iterators if hasattr(one, "close")]
-        stateful = [loader for loader in combined.flattened if hasattr(loader, "state_dict")]
-        for loader, state in zip(stateful, states, strict=True):
+        for loader, state in zip(stateful(combined), states, strict=True):
             loader.load_state_dict(state)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready

@@ -33,7 +33,7 @@ from ._callback import Checkpoint
 from ._host_memory import HostMemory
 from ._hparams import EXACT, class_name, restored
 from ._interval import is_time_over
-from ._loader_state import Resumable, make_resumable, verify_states
+from ._loader_state import Resumable, make_resumable, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
 from ._sections import Sections
 from .file_io import CheckpointError
@@ -249,8 +249,7 @@ class ResumingFitLoop(_FitLoop):
         saved: dict[str, Any] = super().on_save_checkpoint()
         if self._combined_loader is not None:
             # Remove positions that only we can restore; they are kept under `EXACT`.
-            parts = [part for part in self._combined_loader.flattened if hasattr(part, "state_dict")]
-            states = zip(parts, saved.pop("combined_loader", []), strict=True)
+            states = zip(stateful(self._combined_loader), saved.pop("combined_loader", []), strict=True)
             if theirs := [kept for part, kept in states if not isinstance(part, Resumable)]:
                 saved["combined_loader"] = theirs
         return saved
@@ -306,8 +305,7 @@ class ResumingFitLoop(_FitLoop):
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
                 _set_sampler_epoch(loader, progress.processed)
         if self.restarting:
-            stateful = [loader for loader in self._combined_loader.flattened if hasattr(loader, "state_dict")]
-            verify_states(stateful, self._combined_loader_states_to_load)
+            verify_states(stateful(self._combined_loader), self._combined_loader_states_to_load)
         if self._resuming_from_checkpoint and self.resumed.point is None:
             self.update_restart_stage()
             ended = self.epoch_loop.restarted_on_train_batch_end or self.resumed_on_epoch_end

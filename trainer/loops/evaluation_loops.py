@@ -152,9 +152,10 @@ class PlannedLoop(_Loop):
             StopIteration: the loader has ended before it was known, as Lightning's loop expects.
         """
         loop, loader = cast("Any", self), plan.loader
+        may_stop = self.is_within_fit
         while True:
             plan.run(batch, batch_idx, dataloader_idx)
-            if self.is_within_fit:
+            if may_stop:
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
