@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,6 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_plain
 from .objects import gather_objects, sends_cpu_tensors
 
-_SAMPLED = 256
-"""Elements per tensor that are compared; initial weights drawn under another seed differ in all of them."""
 _ROUNDED = 8
 """Units in the last place of its norm by which an optimizer's step on another kind of device may differ."""
 _APART = 1e-3
@@ -63,30 +60,21 @@ class Digest(NamedTuple):
 
 
 def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, if they differ; every rank must call it.
+    """Copy rank 0's parameters and buffers to all ranks, as DistributedDataParallel does; every rank must call it.
 
     Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
     """
-    tensors = [(name, one) for name, one in (*module.named_parameters(), *module.named_buffers()) if is_plain(one)]
-    ranks = gather_objects(([*_layout(tensors)], [_sample(tensor) for _, tensor in tensors]))
-    if all(layout == ranks[0][0] for layout, _ in ranks) and any(samples != ranks[0][1] for _, samples in ranks):
+    ranks = gather_objects([*_layout((*module.named_parameters(), *module.named_buffers()))])
+    if all(layout == ranks[0] for layout in ranks):
         broadcast_weights(module, root_device)
-
-
-def _sample(tensor: Tensor) -> int:
-    """A digest of some elements of a tensor."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return 0
-    values = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // _SAMPLED)].clone().cpu()
-    return crc32(values.view(torch.uint8).numpy().tobytes())
 
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it."""
     for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
-        sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
-        if sent.numel():
+        if tensor.numel() and tensor.layout is torch.strided:
+            sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.copy_(sent)
 
@@ -97,7 +85,7 @@ def verify_same_layout(module: nn.Module, strategy: str) -> None:
     Raises:
         ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
     """
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad and is_plain(p)]
+    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
     for same in zip_longest(*gather_objects([*_layout(trained)]), fillvalue="none"):
         if len(set(same)) > 1:
             other = next(rank for rank, one in enumerate(same) if one != same[0])
@@ -108,9 +96,10 @@ def verify_same_layout(module: nn.Module, strategy: str) -> None:
 
 
 def _layout(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """The name, type and shape of each tensor, as text."""
+    """The name, type and shape of each plain tensor, as text."""
     for name, tensor in tensors:
-        yield f"{name} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
+        if is_plain(tensor):
+            yield f"{name} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
 
 
 class Agreement:
