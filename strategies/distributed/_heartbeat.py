@@ -21,7 +21,7 @@ from torch.distributed import Store
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ..core.files import is_library
-from ._stop import NEWS, StopAgreement
+from ._stop import StopAgreement
 from .process_exit import nccl
 from .store import RANK_FAILED, another_connection, is_hosted_by_agent, silence
 
@@ -95,10 +95,9 @@ class HeartbeatMonitor:
     def _run(self, store: Store) -> None:
         try:
             while not self._ended.wait(self.beat_s):
-                if self.stop_agreement.has_news or store.check([NEWS]):
-                    self.stop_agreement.listen(store)
-                    if not RANK_FAILED.is_set() and store.check([_FAILED]):
-                        RANK_FAILED.set()
+                self.stop_agreement.listen(store)
+                if not RANK_FAILED.is_set() and store.check([_FAILED]):
+                    RANK_FAILED.set()
                 last, place = self.beat, self._failed_at or self._place()
                 self.beat = Heartbeat(last.num + 1, self.count_steps(), self.count_calls(), place)
                 is_here = (last.step, last.place) == (self.beat.step, place)
@@ -137,7 +136,6 @@ class HeartbeatMonitor:
         is_own = not is_about_communication(exc)
         with suppress(RuntimeError):  # the store ended with its host: the others know
             self.store.set(_FAILED, "")
-            self.store.set(NEWS, "")
             if is_own:
                 self.store.set(f"failed/{self.rank}", _described(exc))
         if not is_own and (culprits := self.culprits()):

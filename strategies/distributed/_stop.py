@@ -25,9 +25,6 @@ from ..core.devices import is_accelerator
 from .objects import gather_objects
 from .store import RankError, meet, poll
 
-NEWS = "news"
-"""Set in the store along with a request to stop or a failure, so that ranks need ask for one thing only."""
-
 REQUEST = "stop/requested"
 TRAINING = "training"
 """The stretch of all optimizer steps."""
@@ -67,25 +64,19 @@ class StopAgreement:
         self.signal = signum
         self.armed = True
 
-    @property
-    def has_news(self) -> bool:
-        """Whether this rank has a request that the others don't know of."""
-        return self.armed and not self._told
-
     def listen(self, store: Store) -> None:
         """Publish this rank's request and read those of others; called regularly by a thread."""
-        if self.has_news and self.signal is not None:
+        if not self.armed:
+            if store.check([REQUEST]):
+                self.request(int(store.get(REQUEST)))
+        elif not self._told and self.signal is not None:
             store.set(REQUEST, str(self.signal))
-            store.set(NEWS, "")
             self._told = True
-        elif not self.armed and store.check([REQUEST]):
-            self.signal = int(store.get(REQUEST))
-            self.armed = True
         vote, passed = self._vote, self.num_passed
         if store.check([vote]):  # ranks wait for this one's answer
             store.set(f"{vote}/passed/{self.rank}", str(passed))
-        if store.check([f"{vote}/later"]):
-            self._ends_later = vote
+            if store.check([f"{vote}/later"]):
+                self._ends_later = vote
 
     @property
     def is_ending(self) -> bool:
@@ -119,7 +110,6 @@ class StopAgreement:
         store, here, ranks = self.store, self.num_passed + 1, range(self.num_ranks)
         store.set(f"{self._vote}/wished/{self.rank}", str(here))
         store.set(self._vote, "")
-        store.set(NEWS, "")
 
         def place(which: str, rank: int) -> int:
             key = f"{self._vote}/{which}/{rank}"

@@ -30,7 +30,7 @@ from ...strategies.batch.whole.whole_steps import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import is_metric
-from ...strategies.distributed.metrics.states import Mark, SavedMetric, resumed_states
+from ...strategies.distributed.metrics.states import Mark, MetricStates, resumed_states
 from ...strategies.distributed.metrics.sync import MetricSync
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
@@ -143,7 +143,7 @@ def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
         "loaders": [] if loader is None else _positions(trainer, loader),
         "weights": epoch_loop.automatic_optimization.total,
         "metrics": {
-            name: SavedMetric.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
+            name: MetricStates.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
             for name, metric in _metrics(trainer.lightning_module)
         },
         "results": epoch_loop._results.capture(),
@@ -171,7 +171,7 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
-            saved = SavedMetric.read(state["metrics"][name])
+            saved = MetricStates.read(state["metrics"][name])
             saved.give(metric)
             if sync is not None:
                 sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
@@ -223,7 +223,7 @@ def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: pl.Ligh
     """Return the state with which a rank goes on, or refuse a metric whose states can't be combined."""
     first = rank == 0
     metrics = {
-        name: _metric_part(name, metric, [SavedMetric.read(state["metrics"][name]) for state in ranks], first)
+        name: _metric_part(name, metric, [MetricStates.read(state["metrics"][name]) for state in ranks], first)
         for name, metric in module.named_modules()
         if isinstance(metric, Metric) and all(name in state["metrics"] for state in ranks)
     }
@@ -246,7 +246,7 @@ def _mean(ranks: Sequence[dict[str, Tensor] | None]) -> dict[str, Tensor] | None
     return {name: sum(own[name] for own in found if name in own) / len(ranks) for name in names}  # pyright: ignore[reportReturnType]  # a Tensor, as there is one
 
 
-def _metric_part(name: str, metric: Metric, saved: Sequence[SavedMetric], first: bool) -> dict[str, Any]:
+def _metric_part(name: str, metric: Metric, saved: Sequence[MetricStates], first: bool) -> dict[str, Any]:
     used = [one for one in saved if one.num_updates]
     if not used:
         return saved[0].to_dict()
@@ -259,11 +259,11 @@ def _metric_part(name: str, metric: Metric, saved: Sequence[SavedMetric], first:
             f"with {len(saved)}, or from the end of an epoch."
         )
     if first:
-        return SavedMetric(whole, count).to_dict()
+        return MetricStates(whole, count).to_dict()
     states = {key: copy.deepcopy(metric._defaults[key]) for key in whole}
     # a metric without updates warns when it is computed; one whose states have no shape yet must not be stacked
     is_shaped = all(_shape(states[key]) == _shape(whole[key]) for key in whole if isinstance(whole[key], Tensor))
-    return SavedMetric(states, count if is_shaped else 0).to_dict()
+    return MetricStates(states, count if is_shaped else 0).to_dict()
 
 
 def _shape(state: Any) -> Any:

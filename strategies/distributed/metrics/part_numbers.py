@@ -22,11 +22,7 @@ from torchmetrics.aggregation import BaseAggregator
 
 from ...core.errors import ConfigError
 from ...core.patching import Replacement, replaced
-from .states import Sent
-
-GIVEN = "given_per_part"
-"""Attribute of an aggregator: whether it was given one value per `sample`, one `number` for a part of a batch, or, by a
-hook outside of a step, a number that may be the `whole` batch's or a `count`."""
+from .states import GIVEN, MetricStates
 
 _ROUNDING = 1e-6
 
@@ -94,7 +90,7 @@ class WeighedUpdate:
         return fraction
 
 
-def verified(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
+def verified(metric: Metric, ranks: Sequence[MetricStates]) -> Sequence[MetricStates]:
     """Count once what hooks gave to an aggregator on all ranks alike.
 
     Raises:
@@ -109,7 +105,7 @@ def verified(metric: Metric, ranks: Sequence[Sent]) -> Sequence[Sent]:
         )
     if not kinds & {"whole", "count"} or not any(rank.num_updates for rank in ranks):
         return ranks
-    first, *others = ([value for pieces in rank.states.values() for _, value in pieces] for rank in ranks)
+    first, *others = (rank.values for rank in ranks)
     are_alike = all(len(own) == len(first) and all(map(_is_alike, own, first)) for own in others)
     if kinds == ({"whole"} if are_alike else {"count"}):
         return ranks[:1] if are_alike else ranks

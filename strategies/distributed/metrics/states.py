@@ -19,8 +19,9 @@ Place: TypeAlias = tuple[int, ...]
 BEFORE: Place = ()
 """Place of what a metric held before its first recorded batch."""
 
-Pieces: TypeAlias = list[tuple[Place, Any]]
-"""One state of a metric by batch: elements of a list, slices of a growing tensor, or the whole state."""
+GIVEN = "given_per_part"
+"""Attribute of an aggregator: whether it was given one value per `sample`, one `number` for a part of a batch, or, by a
+hook outside of a step, a number that may be the `whole` batch's or a `count`."""
 
 CPU = torch.device("cpu")
 
@@ -32,50 +33,36 @@ class Mark(NamedTuple):
     sizes: dict[str, int]
 
 
-class Sent(NamedTuple):
-    """What one rank sends of a metric.
-
-    Args:
-        given: see `part_numbers.GIVEN`.
-    """
-
-    kind: str
-    num_updates: int
-    states: Mapping[str, Pieces]
-    given: Set[str] = frozenset()
-
-    @classmethod
-    def of(cls, metric: Metric, marks: Sequence[Mark] = (), given: Set[str] = frozenset()) -> "Sent":
-        """Cut what a metric has accumulated into the pieces of each batch."""
-        states = {name: pieces(metric, name, getattr(metric, name), marks) for name in metric._reductions}
-        return cls(type(metric).__name__, metric._update_count, states, given)
-
-    def to(self, device: torch.device) -> "Sent":
-        """Copy tensors to a device: a slice would be sent with all of its storage."""
-
-        def copied(value: Any) -> Any:
-            return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
-
-        states = {name: [(at, copied(value)) for at, value in own] for name, own in self.states.items()}
-        return self._replace(states=states)
-
-
-class SavedMetric(NamedTuple):
-    """What a metric of one rank has accumulated, in a checkpoint.
+class MetricStates(NamedTuple):
+    """What a metric of one rank has accumulated, as ranks send and save it.
 
     Args:
         marks: the batches that its growing states come from.
+        kind: its class.
+        given: see `GIVEN`.
     """
 
     states: Mapping[str, Any]
     num_updates: int
     marks: Sequence[Mark] = ()
+    kind: str = ""
+    given: Set[str] = frozenset()
 
     @classmethod
-    def of(cls, metric: Metric, marks: Sequence[Mark]) -> "SavedMetric":
+    def of(cls, metric: Metric, marks: Sequence[Mark] = ()) -> "MetricStates":
         """Refer to what a metric has accumulated; its lists go on growing."""
         num = metric._num_vals_seen if isinstance(metric, Running) else metric._update_count
-        return cls(metric.metric_state, num, marks)
+        return cls(metric.metric_state, num, marks, type(metric).__name__, vars(metric).get(GIVEN, frozenset()))
+
+    @property
+    def values(self) -> list[Any]:
+        """The states, each element of a list by itself."""
+        return [value for state in self.states.values() for value in (state if isinstance(state, list) else [state])]
+
+    def to(self, device: torch.device) -> "MetricStates":
+        """Copy tensors to a device: a slice would be sent with all of its storage."""
+        states = apply_to_collection(dict(self.states), Tensor, lambda tensor: tensor.detach().to(device, copy=True))
+        return self._replace(states=states)
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
@@ -85,13 +72,14 @@ class SavedMetric(NamedTuple):
         setattr(metric, "_num_vals_seen" if isinstance(metric, Running) else "_update_count", self.num_updates)
 
     @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> "SavedMetric":
+    def read(cls, saved: Mapping[str, Any]) -> "MetricStates":
         """Read what `to_dict` returned."""
         return cls(saved["states"], saved["num_updates"], [Mark(*mark) for mark in saved["marks"]])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**self._asdict(), "marks": [tuple(mark) for mark in self.marks]}
+        marks = [tuple(mark) for mark in self.marks]
+        return {"states": self.states, "num_updates": self.num_updates, "marks": marks}
 
 
 def growing(metric: Metric) -> list[str]:
@@ -100,9 +88,9 @@ def growing(metric: Metric) -> list[str]:
     return [name for name in names if isinstance(names[name], list) or metric._reductions[name] is dim_zero_cat]
 
 
-def pieces(metric: Metric, name: str, state: Any, marks: Sequence[Mark]) -> Pieces:
-    """Cut a state of a metric into the pieces of each batch."""
-    if name not in growing(metric) or (isinstance(state, Tensor) and not state.dim()):
+def _pieces(metric: Metric, name: str, state: Any, marks: Sequence[Mark]) -> list[tuple[Place, Any]]:
+    """Cut a state by batch: the elements of a list, slices of a growing tensor, or the whole state."""
+    if isinstance(state, Tensor) and (name not in growing(metric) or not state.dim()):
         return [(BEFORE, state)]
     cut = [(place, state[start:end]) for place, start, end in ranges(marks, name, len(state))]
     return cut if isinstance(state, Tensor) else [(place, element) for place, part in cut for element in part]
@@ -116,22 +104,30 @@ def ranges(marks: Sequence[Mark], name: str, size: int) -> Iterator[tuple[Place,
     yield from zip([BEFORE, *(mark.place for mark in marks)], starts, [*starts[1:], size], strict=True)
 
 
-def combined_states(metric: Metric, ranks: Sequence[Sent], joins: bool = True) -> dict[str, Any]:
+def combined_states(
+    metric: Metric, ranks: Sequence[MetricStates], joins: bool = True, since: Place = BEFORE
+) -> dict[str, Any]:
     """Combine what ranks have of a metric to what one device would have, by the metric's own reductions.
 
     Args:
         metric: the metric, which is not changed.
         joins: whether the elements of lists are joined, as `compute` expects them; else lists go on growing.
+        since: the first batch that counts.
 
     Raises:
         ConfigError: a state is reduced by a plain mean, and ranks have different values of it.
     """
-    return {name: _combined(metric, name, ranks, joins) for name in metric._reductions}
+    return {name: _combined(metric, name, ranks, joins, since) for name in metric._reductions}
 
 
-def _combined(metric: Metric, name: str, ranks: Sequence[Sent], joins: bool) -> Any:
+def _combined(metric: Metric, name: str, ranks: Sequence[MetricStates], joins: bool, since: Place) -> Any:
     default, reduction = metric._defaults[name], dict[str, Any](metric._reductions)[name]
-    found = [(place, rank, value) for rank, sent in enumerate(ranks) for place, value in sent.states.get(name, ())]
+    found = [
+        (place, rank, value)
+        for rank, own in enumerate(ranks)
+        for place, value in (_pieces(metric, name, own.states[name], own.marks) if name in own.states else ())
+        if place >= since
+    ]
     values = [value for _, _, value in sorted(found, key=lambda entry: entry[:2])]
     if isinstance(default, list):
         return reduction(values) if joins and reduction is not None and values else values
@@ -150,7 +146,7 @@ def _combined(metric: Metric, name: str, ranks: Sequence[Sent], joins: bool) -> 
     return stacked if reduction is None else reduction(stacked)
 
 
-def resumed_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, Any] | None:
+def resumed_states(metric: Metric, ranks: Sequence[MetricStates]) -> dict[str, Any] | None:
     """Combine what ranks have saved, those that updated the metric, as `combined_states`; None if it can't be."""
     if isinstance(metric, Running):  # which batches are the last ones is known of ranks, not of their sum
         return None
@@ -160,7 +156,5 @@ def resumed_states(metric: Metric, ranks: Sequence[SavedMetric]) -> dict[str, An
     reductions = dict[str, Any](metric._reductions)
     if any(r not in known and not (r is None and isinstance(metric._defaults[n], list)) for n, r in reductions.items()):
         return None
-    cut = [{name: pieces(metric, name, rank.states[name], rank.marks) for name in reductions} for rank in ranks]
-    sent = [Sent("", rank.num_updates, own) for rank, own in zip(ranks, cut, strict=True)]
     with torch.inference_mode(False), torch.no_grad():
-        return combined_states(metric, sent, joins=False)
+        return combined_states(metric, ranks, joins=False)

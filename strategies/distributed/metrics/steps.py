@@ -16,14 +16,14 @@ from torchmetrics import Metric
 from ...core.module_checks import metrics_of
 from ...core.no_value import NoValue, part_value
 from ...core.patching import replaced
-from .states import Sent, combined_states
+from .states import CPU, MetricStates, combined_states
 
 
 class MetricSteps:
     """Keeps the states of every metric whose `forward` is called in a step."""
 
     def __init__(self) -> None:
-        self._states: dict[int, Sent] = {}
+        self._states: dict[int, MetricStates] = {}
         self._keeps: set[int] = set()
         self._open: set[int] = set()
         self._counts = False
@@ -39,13 +39,13 @@ class MetricSteps:
         """Whether the step has called `forward` of a metric, and the metric keeps its value (Running does not)."""
         return id(metric) in self._keeps
 
-    def states(self, metric: Metric) -> list[Sent]:
+    def states(self, metric: Metric) -> list[MetricStates]:
         """The states of a metric that the step has called, and of the metrics in it, for this rank's part of it."""
-        nothing = Sent("", 0, {})
+        nothing = MetricStates({}, 0)
         kept = [self._states.get(id(part), nothing) if self._counts else nothing for part in metrics_of(metric)]
-        return [sent.to(torch.device("cpu")) for sent in kept]
+        return [own.to(CPU) for own in kept]
 
-    def value(self, metric: Metric, ranks: Sequence[list[Sent]]) -> Any:
+    def value(self, metric: Metric, ranks: Sequence[list[MetricStates]]) -> Any:
         """Compute the metric's value from the states of all ranks for a batch."""
         with ExitStack() as stack, torch.no_grad():
             for part, sent in zip(metrics_of(metric), zip(*ranks, strict=True), strict=True):
@@ -57,7 +57,9 @@ class MetricSteps:
 
     def _keep(self, metric: Metric) -> None:
         for part in metrics_of(metric):
-            self._states[id(part)] = Sent.of(part)
+            own = MetricStates.of(part)  # whose lists torchmetrics clears
+            states = {name: [*state] if isinstance(state, list) else state for name, state in own.states.items()}
+            self._states[id(part)] = own._replace(states=states)
 
     def recording(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What takes the place of `forward` of a class."""

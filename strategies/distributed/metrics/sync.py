@@ -26,8 +26,8 @@ from ...core.module_checks import metrics_of
 from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError
-from .part_numbers import GIVEN, Part, WeighedUpdate, verified
-from .states import BEFORE, CPU, Mark, Place, Sent, combined_states, growing, ranges
+from .part_numbers import Part, WeighedUpdate, verified
+from .states import BEFORE, CPU, Mark, MetricStates, Place, combined_states, growing, ranges
 from .steps import MetricSteps
 
 
@@ -77,30 +77,33 @@ class MetricSync:
             return
         window = self._windows.get(id(metric))
         own = self._own(metric, window)
-        for part in (value for pieces in own.states.values() for _, value in pieces):
-            if isinstance(part, Tensor) and part.requires_grad:
-                part.register_hook(partial(_refuse_as_loss, own.kind))
+        for value in own.values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_refuse_as_loss, own.kind))
         ranks = verified(metric, _gather(own, metric.device, group))
-        states = combined_states(metric, ranks if window is None else _last_batches(ranks, window))
-        for name, state in states.items():
+        since = BEFORE
+        if window is not None:  # of the updates of all ranks, as many as it holds
+            places = sorted({mark.place for rank in ranks for mark in rank.marks})[-window.window :]
+            since = places[0] if places else BEFORE
+        for name, state in combined_states(metric, ranks, since=since).items():
             setattr(metric, name, state)
         if isinstance(metric, PearsonCorrCoef):
             _widen_deviations(metric)
 
-    def _own(self, metric: Metric, window: Running | None) -> Sent:
+    def _own(self, metric: Metric, window: Running | None) -> MetricStates:
         """What this rank sends of a metric: in a step that does not count, what it had before or, if reset, nothing."""
         num, counted = metric._update_count, self._counted.get(id(metric), {})
         if num < counted.get("_update_count", 0) or (counted and num == 1 and metric.dist_sync_on_step):
-            return Sent(type(metric).__name__, 0, {})
+            return MetricStates({}, 0, kind=type(metric).__name__)
         with ExitStack() as stack:
             for name, value in counted.items():
                 stack.enter_context(replaced(metric, name, value))
-            sent = Sent.of(metric, self.marks_of(metric), vars(metric).get(GIVEN, frozenset()))
+            own = MetricStates.of(metric, self.marks_of(metric))
             if window is None:
-                return sent
+                return own
             for name, value in self._counted.get(id(window), {}).items():
                 stack.enter_context(replaced(window, name, value))
-            return sent._replace(states=_window_states(window, self.marks_of(window)))
+            return own._replace(**_last_updates(window, self.marks_of(window)))
 
     def marks_of(self, metric: Metric) -> list[Mark]:
         """The batches from which a metric's growing states come."""
@@ -193,10 +196,11 @@ def _sizes(metric: Metric) -> dict[str, int]:
     return {name: 1 if isinstance(state, Tensor) and not state.dim() else len(state) for name, state in states.items()}
 
 
-def _window_states(window: Running, marks: list[Mark]) -> dict[str, list[tuple[Place, Any]]]:
-    """The states of the last updates that a running window holds, each with its batch."""
+def _last_updates(window: Running, marks: list[Mark]) -> dict[str, Any]:
+    """The states of the last updates that a running window holds, and the place of each."""
     seen, base = window._num_vals_seen, window.base_metric
-    states: dict[str, list[tuple[Place, Any]]] = {name: [] for name in base._defaults}
+    states: dict[str, list[Any]] = {name: [] for name in base._defaults}
+    updates = list[Mark]()
     for place, start, end in ranges(marks, "", seen):
         for number in range(max(start, seen - window.window), end):
             if place == BEFORE or place[-1] < 0:
@@ -205,24 +209,16 @@ def _window_states(window: Running, marks: list[Mark]) -> dict[str, list[tuple[P
                     "Make the metric an attribute of the module, and update it in its steps; loaders without a "
                     "sampler need strategy.batch_size_is=global."
                 )
-            for name, pieces in states.items():
+            updates.append(Mark((*place, number - start), {name: len(values) for name, values in states.items()}))
+            for name, values in states.items():
                 slot = getattr(window, f"{name}_{number % window.window}")
-                pieces += [((*place, number - start), value) for value in (slot if isinstance(slot, list) else [slot])]
-    return states
+                values += slot if isinstance(slot, list) else [slot]
+    return {"states": states, "marks": updates}
 
 
-def _last_batches(ranks: Sequence[Sent], window: Running) -> list[Sent]:
-    """Keep the parts of the last updates of all ranks, as many as the window holds."""
-    places = sorted({at for rank in ranks for own in rank.states.values() for at, _ in own})[-window.window :]
-    return [
-        rank._replace(states={name: [one for one in own if one[0] in places] for name, own in rank.states.items()})
-        for rank in ranks
-    ]
-
-
-def _gather(own: Sent, home: torch.device, group: Any) -> list[Sent]:
+def _gather(own: MetricStates, home: torch.device, group: Any) -> list[MetricStates]:
     """Gather what all ranks send; the other ranks' tensors are moved to `home`."""
-    ranks: list[Sent] = gather_objects(own.to(CPU), group)
+    ranks: list[MetricStates] = gather_objects(own.to(CPU), group)
     for rank, sent in enumerate(ranks):
         if sent.kind != ranks[0].kind:
             raise RankError(

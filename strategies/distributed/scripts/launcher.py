@@ -197,9 +197,9 @@ class ScriptLauncher(_Launcher):
         random_state: Any,
         modes: tuple[int, bool],
     ) -> None:
-        """Be one rank; rank 0 leaves its results in a folder, and one that fails leaves its error."""
+        """Be one rank; rank 0 leaves its results in a folder, and one that fails what the script is to raise."""
         handle_no_more()
-        with told_in_file(folder / f"error{rank}", rank):
+        try:
             os.environ.update({**variables, "LOCAL_RANK": str(rank)})
             _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
             prepare_forked(self._timeout_s)
@@ -216,32 +216,38 @@ class ScriptLauncher(_Launcher):
             try:
                 returned = _in_rank(trainer, work)
             finally:
+                leave_store()
                 if rank == 0:
                     with replacing(folder / "result") as file:
                         file.write_bytes(pack(trainer, known, returned, returned != STOPPED))
+        except BaseException as exc:  # noqa: BLE001  # an exit, too
+            if isinstance(exc, SIGTERMException):  # this rank has stopped alone
+                sys.exit(STOPS_ALONE)
+            with replacing(folder / f"error{rank}") as file:
+                file.write_bytes(pickle.dumps(_raised(exc, rank)))
+            sys.exit(1)
 
 
-@contextmanager
-def told_in_file(path: Path, rank: int) -> Generator[None]:
-    """Leave what the script is to raise for an error of the block in a file, and end this process.
-
-    An exit that the user's code has asked for ends the script, too.
-    """
+def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
+    signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
     try:
-        yield
-    except BaseException as exc:
-        if isinstance(exc, SystemExit) and exc.code == STOPS_ALONE:
+        return call._call_and_handle_interrupt(trainer, work)
+    except SIGTERMException:
+        strategy: Any = trainer.strategy
+        if strategy.group.stop_signal is None:
             raise
-        text = traceback.format_exc()
-        error: BaseException = ConfigError(str(exc))
-        if not isinstance(exc, Exception):  # which Lightning makes of a KeyboardInterrupt
-            sys.stderr.write(f"rank {rank} has ended the run:\n\n{text}")
-            error = SystemExit(getattr(exc, "code", 1))
-        elif not isinstance(exc, ConfigError):
-            error = RankError(f"rank {rank} failed:\n\n{text}")
-        with replacing(path) as file:
-            file.write_bytes(pickle.dumps(error))
-        sys.exit(1)
+        return STOPPED
+
+
+def _raised(exc: BaseException, rank: int) -> BaseException:
+    """What a script raises for an error of a rank; an exit that the user's code has asked for ends the script, too."""
+    if isinstance(exc, ConfigError):
+        return ConfigError(str(exc))
+    if isinstance(exc, Exception):
+        return RankError(f"rank {rank} failed:\n\n{traceback.format_exc()}")
+    sys.stderr.write(f"rank {rank} has ended the run:\n\n{traceback.format_exc()}")
+    return SystemExit(getattr(exc, "code", 1))  # also for what Lightning makes of a KeyboardInterrupt
 
 
 def _error(process: Any, rank: int, path: Path) -> BaseException:
@@ -286,17 +292,3 @@ def forwarded_signals(ranks: RankProcesses) -> AbstractContextManager[StopReques
 def _stop(signum: int) -> BaseException:
     """The exception that `fit` raises after a signal, the same as Lightning's on one device."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SIGTERMException(128 + signum)
-
-
-def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
-    signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
-    strategy: Any = trainer.strategy
-    try:
-        return call._call_and_handle_interrupt(trainer, work)
-    except SIGTERMException as exc:
-        if strategy.group.stop_signal is None:  # this rank stops alone
-            raise SystemExit(STOPS_ALONE) from exc
-        return STOPPED
-    finally:
-        leave_store()
