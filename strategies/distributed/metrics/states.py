@@ -61,8 +61,11 @@ class MetricStates(NamedTuple):
 
     def to(self, device: torch.device) -> "MetricStates":
         """Copy tensors to a device: a slice would be sent with all of its storage."""
-        states = apply_to_collection(dict(self.states), Tensor, lambda tensor: tensor.detach().to(device, copy=True))
-        return self._replace(states=states)
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(device, copy=True)
+
+        return self._replace(states=apply_to_collection(dict(self.states), Tensor, copied))
 
     def give(self, metric: Metric) -> None:
         """Let a metric go on from here."""
