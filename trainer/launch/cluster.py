@@ -12,7 +12,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,16 +25,13 @@ from ...strategies.distributed.store import (
     attempt,
     base_store,
     is_hosted_by_agent,
+    leave_store,
     root_store,
     silence,
-    wait_for,
 )
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""
-
-FAREWELL_S = 2.0
-"""Seconds that rank 0, whose process may host the store, waits at the end for the other ranks to leave."""
 
 POLL_S = 0.05
 
@@ -72,13 +68,10 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
 
 def leave(cluster: ClusterEnvironment) -> None:
     """Say that there are no more jobs (rank 0), or that this rank needs the store no longer; a rank's last call."""
-    if cluster.global_rank() > 0:
-        with suppress(RuntimeError):  # rank 0 has exited
-            _jobs(cluster).set(f"farewell/{cluster.global_rank()}", "")
-    elif cluster.world_size() > 1:
-        store = _jobs(cluster)
-        store.set(f"job/{_num_jobs}", "")
-        wait_for(store, [f"farewell/{rank}" for rank in range(1, cluster.world_size())], FAREWELL_S)
+    if cluster.world_size() > 1:
+        if cluster.global_rank() == 0:
+            _jobs(cluster).set(f"job/{_num_jobs}", "")
+        leave_store()
 
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
