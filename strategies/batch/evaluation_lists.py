@@ -1,16 +1,17 @@
-"""Join what evaluation steps append to lists of the module: one element per global batch, in the loader's order.
+"""Join what steps append to lists of the module: one element per global batch, in the loader's order.
 
     def validation_step(self, batch, batch_idx):
         self.outs.append({"preds": preds, "loss": loss})   # in on_validation_epoch_end one for each global batch
 
-Ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended. Then what the
-parts of one batch appended becomes one element, as results.py joins it, on the host where there are ranks. As many
+In evaluation ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended.
+Then what the parts of one batch appended becomes one element, as results.py joins it, on the host where there are
+ranks. In training that happens after each step, and the lists of ranks stay their own. As many
 elements as samples, or unequal numbers of them, stay what they are. Of parts of one sample each, numbers, strings, and
 tensors of several rows are samples.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -27,6 +28,7 @@ from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
 from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
 from ..core.patching import Replacement, hooks_of
+from .losses import is_loss
 from .results import Joiner, are_equal, combine, is_whole
 from .tree import Path, called, children, rebuild, walk
 
@@ -80,6 +82,13 @@ class PartLists:
         self._ends = {path: (values, len(values)) for path, values in self._found()}
         self.added = {}
 
+    def copied(self, module: nn.Module) -> "PartLists":
+        """The lists as they are, for another copy of the module."""
+        held, made = _held_by_hooks(module), dict[int, Any]()
+        copy = PartLists([_own_lists(space, held, made) for space in self.spaces])
+        copy.begin()
+        return copy
+
     def take(self, batch: Key, num: float) -> None:
         """Note what a part of `num` samples has appended; a part without samples leaves nothing."""
         for path, values in self._found():
@@ -121,11 +130,15 @@ class PartLists:
         return value.setdefault(path[-1], otherwise) if isinstance(value, dict) else value[path[-1]]
 
     def _found(self) -> Iterator[tuple[Path, Any]]:
-        """Yield the lists, and dictionaries, with their paths."""
+        """Yield the lists, and dictionaries, each with its first path."""
+        seen = set[int]()
         for number, space in enumerate(self.spaces):
             for name, value in space.items():
                 if type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple))):
-                    yield from self._inside((number, name), value)
+                    for path, one in self._inside((number, name), value):
+                        if id(one) not in seen:
+                            seen.add(id(one))
+                            yield path, one
 
     def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         is_parent = type(value) is tuple or self._parents.get(path) == len(value)
@@ -162,6 +175,8 @@ class EvaluationLists:
         self._num = 0.0
         self._has_begun = False
         self._hook: Replacement | None = None
+        self._are_samples: dict[tuple[str, Path], bool] = {}
+        """By step and list, whether elements are samples: parts of a single one don't show it."""
 
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
@@ -193,21 +208,15 @@ class EvaluationLists:
         if self._gather is None:
             self.begin_batch(None, sum(sizes))
         while len(self._parts) < len(replicas):
-            held = _held_by_hooks(replicas[0][0])
-            self._parts.append(PartLists([_own_lists(space, held) for space in self._parts[0].spaces]))
-            self._parts[-1].begin()
-        before = {i: [dict(vars(part)) for part in replicas[i]] for i in used if i}
-        pairs = {i: list(zip(self._parts[i].spaces, replicas[i], strict=True)) for i in before}
-        for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
-            vars(module).update(own)
-        yield
-        for i, kept in before.items():
-            for (own, module), was in zip(pairs[i], kept, strict=True):
-                made = {n: v for n, v in vars(module).items() if n not in was and isinstance(v, (list, dict))}
-                own.update({name: vars(module)[name] for name in own if name in vars(module)} | made)
-                vars(module).update({name: was[name] for name in own if name in was})
+            self._parts.append(self._parts[0].copied(replicas[0][0]))
+        with _given(self._parts, replicas, used):
+            yield
         for i, size in zip(used, sizes, strict=True):
             self._parts[i].take(self._batch, size)
+
+    def of_batch(self, modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]) -> "BatchLists":
+        """Follow the lists of one training batch, of parts of so many samples."""
+        return BatchLists(self, modules, sizes)
 
     def _end(self, trainer: pl.Trainer, call_hooks: Callable[[], Any]) -> Any:
         """Join the lists, and call the hooks of the epoch's end.
@@ -254,7 +263,10 @@ class EvaluationLists:
         batches: dict[Key, list[Added]] = {}
         for one in (one for added in parts for one in added.get(path, ())):
             batches.setdefault(one.batch, []).append(one)
-        return self._join(step, path).elements([batches[key] for key in sorted(batches)])
+        join, found = self._join(step, path), [batches[key] for key in sorted(batches)]
+        if any(part.num > 1 for of_batch in found for part in of_batch):
+            self._are_samples[step, path] = join.are_samples(found)
+        return join.elements(found, self._are_samples.get((step, path), True) and join.are_samples(found))
 
     def _join(self, step: str, path: Path) -> "_Join":
         return _Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
@@ -273,6 +285,76 @@ class EvaluationLists:
         return any(has for has, _ in ranks)
 
 
+class BatchLists:
+    """What the parts of a training batch append to lists: what one device would, once they are joined.
+
+    Args:
+        lists: says how.
+        modules: those of each part that have a `log`, the root's first; micro-batches have the same ones.
+        sizes: samples of each part.
+    """
+
+    def __init__(self, lists: EvaluationLists, modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]) -> None:
+        self._lists, self._modules, self._sizes = lists, modules, sizes
+        root = PartLists([vars(module) for module in modules[0]])
+        root.begin()
+        is_root = [module[0] is modules[0][0] for module in modules]
+        self._parts = [root if own else root.copied(modules[0][0]) for own in is_root]
+        self._copies = [i for i, own in enumerate(is_root) if not own and sizes[i]]
+
+    def given(self) -> AbstractContextManager[None]:
+        """Give copies of the module their lists, inside the block."""
+        return _given(self._parts, self._modules, self._copies)
+
+    def take(self, part: int) -> None:
+        """Note what a part has appended, whose step has ended."""
+        self._parts[part].take((0, 0), self._sizes[part])
+
+    def join(self, losses: Sequence[Tensor], loss: Tensor | None) -> None:
+        """Put what the batch appends in the place of what its parts have, given their losses and the batch's."""
+        parts = [part.added for part in dict.fromkeys(self._parts)]
+        of_batch = [with_loss(added, losses, loss) for added in parts]
+        for path in dict.fromkeys(path for added in parts for path in added):
+            try:
+                with torch.no_grad():
+                    joined = self._lists.joined("training_step", path, of_batch)
+            except ConfigError:  # which was told
+                joined = [value for added in of_batch for one in added.get(path, ()) for value in one.values]
+            self._parts[0].put(path, joined)
+
+
+def with_loss(appended: Appended, losses: Sequence[Tensor], loss: Tensor | None) -> Appended:
+    """What parts have appended, with the batch's loss in the place of theirs."""
+
+    def replaced(value: Any) -> Any:
+        if loss is not None and any(is_loss(value, one) for one in losses):
+            return loss.detach()
+        if loss is not None and type(value) is float and any(str(value) == str(float(one)) for one in losses):
+            return float(loss)
+        items = children(value) if isinstance(value, (dict, list, tuple)) else None
+        return value if items is None else rebuild(value, [replaced(child) for _, child in items])
+
+    return {
+        path: [one._replace(values=[replaced(value) for value in one.values]) for one in added]
+        for path, added in appended.items()
+    }
+
+
+@contextmanager
+def _given(parts: Sequence[PartLists], replicas: Sequence[Sequence[nn.Module]], used: Sequence[int]) -> Generator[None]:
+    """Give each replica but the root, that is used inside the block, lists of its own."""
+    before = {i: [dict(vars(part)) for part in replicas[i]] for i in used if i}
+    pairs = {i: list(zip(parts[i].spaces, replicas[i], strict=True)) for i in before}
+    for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
+        vars(module).update(own)
+    yield
+    for i, kept in before.items():
+        for (own, module), was in zip(pairs[i], kept, strict=True):
+            made = {n: v for n, v in vars(module).items() if n not in was and isinstance(v, (list, dict))}
+            own.update({name: vars(module)[name] for name in own if name in vars(module)} | made)
+            vars(module).update({name: was[name] for name in own if name in was})
+
+
 def _held_by_hooks(module: nn.Module) -> set[int]:
     """The ids of what hooks refer to beside the module: a list that they fill stays the one that steps read."""
     hooks = [hook for part in module.modules() for own in hooks_of(part) for hook in own.values()]
@@ -280,10 +362,10 @@ def _held_by_hooks(module: nn.Module) -> set[int]:
     return {id(cell.cell_contents) for cell in cells} | {id(getattr(hook, "__self__", None)) for hook in hooks}
 
 
-def _own_lists(space: Space, held: set[int]) -> Space:
-    """The lists among attributes, and structures of lists, as a copy's own."""
+def _own_lists(space: Space, held: set[int], made: dict[int, Any]) -> Space:
+    """The lists among attributes, and structures of lists, as a copy's own; `made` has those that were copied."""
     return {
-        name: _own(value)
+        name: _own(value, made)
         for name, value in space.items()
         if name not in LIGHTNING_KEYS
         and id(value) not in held
@@ -291,12 +373,13 @@ def _own_lists(space: Space, held: set[int]) -> Space:
     }
 
 
-def _own(value: Any) -> Any:
-    if type(value) is list:
-        return [_own(child) if type(child) is list else child for child in value]
-    if isinstance(value, (dict, tuple)):
-        return rebuild(value, [_own(child) for _, child in children(value) or ()])
-    return value
+def _own(value: Any, made: dict[int, Any]) -> Any:
+    if id(value) not in made:
+        if type(value) is list:
+            made[id(value)] = [_own(child, made) if type(child) is list else child for child in value]
+        elif isinstance(value, (dict, tuple)):
+            made[id(value)] = rebuild(value, [_own(child, made) for _, child in children(value) or ()])
+    return made.get(id(value), value)
 
 
 def _holds_lists(value: Any) -> bool:
@@ -338,12 +421,15 @@ class _Join:
                 self._unknown((key,), "differs between parts of batches")
         return {key: first for key, (first, *_) in found.items()}
 
-    def elements(self, batches: list[list[Added]]) -> list[Any]:
-        """The elements of the whole batches, in order."""
+    def are_samples(self, batches: list[list[Added]]) -> bool:
+        """Whether the elements are samples, as far as these batches show."""
         every = [part for parts in batches for part in parts]
-        are_samples = all(len(part.values) == part.num for part in every) and (
+        return all(len(part.values) == part.num for part in every) and (
             any(part.num > 1 for part in every) or not all(_is_of_batch(part.values[0]) for part in every)
         )
+
+    def elements(self, batches: list[list[Added]], are_samples: bool) -> list[Any]:
+        """The elements of the whole batches, in order."""
         found: list[list[Any]] = []
         groups: dict[Any, list[tuple[int, int]]] = {}
         for i, parts in enumerate(batches):

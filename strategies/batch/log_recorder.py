@@ -17,6 +17,7 @@ from ..core.errors import ConfigError
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, module_log, received
 from ..core.no_value import NoValue, known
+from .evaluation_lists import BatchLists, EvaluationLists
 from .exact.programs import RETURNED, Program
 from .exact.tape import Tape
 from .exact.values import Values
@@ -50,6 +51,7 @@ class LogRecorder:
         modules: the modules of each replica, the root's first, all in the same order; micro-batches have the same ones.
         devices: of the parts; values are combined on the first.
         strategy: name that begins error messages.
+        lists: joins what parts append to lists of the module.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class LogRecorder:
         modules: Sequence[Sequence[nn.Module]],
         devices: Sequence[torch.device],
         strategy: str,
+        lists: EvaluationLists,
     ) -> None:
         self._root, self._strategy, self._device = root, strategy, devices[0]
-        self._devices = devices
+        self._devices, self._lists = devices, lists
+        self._appended: BatchLists | None = None
         self._metrics = self._new_metrics()
         self._told = WarningCache()
         self.modules = [[m for m in replica if isinstance(m, pl.LightningModule)] for replica in modules]
@@ -97,7 +101,11 @@ class LogRecorder:
         self._step = step, loader
         self._calls = [[] for _ in self.modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self.modules[0]))
-        with self._metrics.recording(sizes, values.rows.get(self._step, ())), received(logs):
+        self._appended = None
+        if step == "training_step" and step in values.appends:
+            self._appended = self._lists.of_batch(self.modules, sizes)
+        own = nullcontext() if self._appended is None else self._appended.given()
+        with self._metrics.recording(sizes, values.rows.get(self._step, ())), received(logs), own:
             yield
 
     @property
@@ -110,7 +118,10 @@ class LogRecorder:
         before, self._running.part = self.part, part
         try:
             with self._taped(part):
-                return call()
+                output = call()
+            if self._appended is not None:
+                self._appended.take(part)
+            return output
         finally:
             self._running.part = before
 
@@ -157,6 +168,8 @@ class LogRecorder:
                     self.losses.append(value)
                 value = self._of_program(same, self._combined(same, weights) if value is None else value, options)
             self.modules[0][same[0].module].log(same[0].name, value, **options)
+        if self._appended is not None:
+            self._appended.join([] if losses is None else losses.losses, loss)
 
     def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk into one result, and log each recorded value once.
@@ -182,7 +195,8 @@ class LogRecorder:
         if RETURNED in self._programs:  # by each of its leaves
             used = [i for i, size in enumerate(sizes) if size > 0]
             values = [own.detach() for own in losses.losses]
-            loss = loss + (self._of_parts(RETURNED, used, values, loss.detach()) - loss.detach())
+            loss = loss.clone()  # whose gradient is that of parts; their mean may be nan
+            loss.detach().copy_(self._of_parts(RETURNED, used, values, loss.detach().clone()))
         self.replay(sizes, losses, loss.detach())
         if not isinstance(outputs[0], dict):
             return loss

@@ -190,7 +190,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
             return
         self._has_changed = found.has_changed
         self.reader.take(found.plans[0], self.lightning_module)
-        self.reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
+        self.reader.values.learn("training_step", 0, found)
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 from torch.profiler import record_function
 from typing_extensions import override
 
+from ..batch.evaluation_lists import EvaluationLists
 from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import InTurn, seated
 from ..core.devices import is_accelerator
@@ -36,13 +37,15 @@ class MicroBatches:
     Args:
         module: the placed module, whose steps are watched.
         strategy: name that begins messages.
+        lists: joins what micro-batches append to lists of the module.
     """
 
-    def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str = "model_parallel") -> None:
+    def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str, lists: EvaluationLists) -> None:
         self._layout = layout
         self._state = ModuleState(module, layout)
         num = layout.options.num_microbatches
-        self.logs = LogRecorder(module, [list(module.modules())] * num, [layout.meeting_device] * num, strategy)
+        modules, devices = [list(module.modules())] * num, [layout.meeting_device] * num
+        self.logs = LogRecorder(module, modules, devices, strategy, lists)
         self._pool: ThreadPoolExecutor | None = None
         self._nests_backward = False
 

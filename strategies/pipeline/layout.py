@@ -170,7 +170,7 @@ class StageLayout(PartsLayout):
         """Run micro-batches on the stages as they are cut now."""
         if self._microbatches is not None:
             self._microbatches.close()
-        self._microbatches = MicroBatches(self.stages, module, self.strategy)
+        self._microbatches = MicroBatches(self.stages, module, self.strategy, self.structures.lists)
 
     @override
     def describe(self, module: nn.Module) -> str:

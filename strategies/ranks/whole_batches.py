@@ -258,7 +258,7 @@ class WholeBatches:
         if found.waits(again):
             self.is_open = True
             return
-        reader.values.learn("training_step", 0, found.programs, found.readings, found.rows)
+        reader.values.learn("training_step", 0, found)
         if module.automatic_optimization:
             reader.take(found.plans[0], module)
         elif self._verifies and not all(plan.is_of_samples for plan in found.plans):

@@ -136,7 +136,7 @@ class ReplicaRunner:
         """Set up metrics, logs and gradient sums for new replicas."""
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
-        self.logs = LogRecorder(self.root, self.replicas.modules(), self.devices, self.strategy)
+        self.logs = LogRecorder(self.root, self.replicas.modules(), self.devices, self.strategy, self.lists)
 
     def _measured(
         self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]

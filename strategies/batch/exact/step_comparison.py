@@ -18,7 +18,7 @@ from ...core.module_checks import hooked, not_compiling
 from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
-from ..evaluation_lists import EvaluationLists
+from ..evaluation_lists import EvaluationLists, with_loss
 from ..losses import is_loss, join_evaluated
 from ..results import ResultStructure, combine
 from ..run_structures import takes_others_batches
@@ -71,7 +71,7 @@ class StepComparison:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._lists = EvaluationLists() if self._trains else strategy.structures.lists
+        self._lists = EvaluationLists() if accumulates else strategy.structures.lists
         self._look: tuple[MakesBatch, int, dict[Site, Any]] | None = None
         """What has made the samples that were looked at, their number, and the operations of the step on them."""
         self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
@@ -205,6 +205,12 @@ class StepComparison:
         if not verdict.refusal:
             self._compare_written(tried, verdict)
             self._verify_given(tried)
+            if not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization:
+                verdict.appends = verdict.appends or any(part.appended for part in tried.parts)
+                try:
+                    self._verify_appended(tried)
+                except PartsDiffer as exc:
+                    verdict.told.append((str(exc), True))
         self._compare_values(seen, tried, verdict)
         return True
 
@@ -243,8 +249,12 @@ class StepComparison:
             if f"{self._trial.step}.{path[1]}" in self._lists.options:  # the user's word
                 continue
             joined: Any = None
+            parts = [part.appended for part in tried.parts]
+            if self._trains:
+                losses = [loss for part in tried.parts for loss in part.losses]
+                parts = [with_loss(appended, losses, tried.whole.losses[0]) for appended in parts]
             try:
-                joined = self._lists.joined(self._trial.step, path, [part.appended for part in tried.parts])
+                joined = self._lists.joined(self._trial.step, path, parts)
             except ConfigError as exc:
                 raise PartsDiffer(str(exc)) from exc
             except RuntimeError as exc:  # rows of other shapes

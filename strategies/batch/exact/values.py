@@ -14,6 +14,7 @@ from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
 from .programs import RETURNED, Programs, merged_rows
 from .tape import Tape
+from .verdict import Verdict
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Values:
         readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
             the samples are, or another number that is `given`.
         rows: of these steps the arguments of metrics that are rows of samples, also where a part of one has a number.
+        appends: the steps that append to lists of the module in parts of a batch.
         over_ranks: whether other ranks have parts of the batch.
         calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
             names of the values, the rows of this process's part, and its own values.
@@ -33,13 +35,15 @@ class Values:
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
     readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     rows: dict[tuple[str, int], set[Any]] = field(default_factory=dict[tuple[str, int], set[Any]])
+    appends: set[str] = field(default_factory=set[str])
     over_ranks: bool = False
     calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
 
-    def learn(self, step: str, loader: int, programs: Programs, readings: dict[str, str], rows: set[Any]) -> None:
-        """Keep what was found of what a step logs, and of what it gives metrics."""
+    def learn(self, step: str, loader: int, found: Verdict) -> None:
+        """Keep what was found of what a step logs, gives metrics, and appends to lists."""
         place = step, loader
-        self.programs[place], self.readings[place], self.rows[place] = programs, readings, rows
+        self.programs[place], self.readings[place], self.rows[place] = found.programs, found.readings, found.rows
+        self.appends |= {step} if found.appends else set()
 
     def reading(self, step: str, loader: int, name: str) -> str:
         """What the `batch_size` of a value is; `samples` if that is not known."""

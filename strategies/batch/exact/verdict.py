@@ -30,6 +30,7 @@ class Verdict:
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
         rows: the arguments of metrics that are rows, see `Values`.
+        appends: whether parts of a batch append to lists of the module, in training.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
         outside: those of which a step uses parameters outside of their forward.
         has_changed: whether the step computes otherwise by now; it is known where it was looked at.
@@ -43,6 +44,7 @@ class Verdict:
     unlike: str = ""
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
+    appends: bool = False
     failed: bool = False
     raised: bool = False
     in_chunks: bool = False

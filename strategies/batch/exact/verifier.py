@@ -125,4 +125,4 @@ def find_evaluated(
     if found.unlike and allowed:
         found.refusal, found.unlike = found.refusal or found.unlike, ""
     _told(found, is_first)
-    values.learn(step, loader, found.programs, found.readings, found.rows)
+    values.learn(step, loader, found)

@@ -1,4 +1,4 @@
-"""Lists that evaluation steps append to have one element per global batch when the epoch ends, as on one device."""
+"""Lists that steps append to have one element per global batch, as on one device: in evaluation when the epoch ends."""
 
 import warnings
 from collections import defaultdict
@@ -206,3 +206,58 @@ def test_what_steps_append_that_parts_do_not_make_is_of_whole_batches(strategy: 
     expected = [[[0, 1, 2, 3, 10, 11, 12, 13], [4, 5, 6, 7, 14, 15, 16, 17]], [1.0, 5.0]]
     for found in run_ranks(_pairs, 2, strategy) if strategy == "ddp" else [_pairs(strategy)]:
         assert found == expected
+
+
+class Trained(Net):
+    """Appends to lists in training; the loss is a mean over some of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Any] = []
+        self.means: list[float] = []
+        self.rates: list[float] = []
+        self.held = {"rates": self.rates}
+        self.firsts: list[float] = []
+        self.ends: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = (torch.nn.functional.cross_entropy(logits, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()
+        self.outs.append({"loss": loss, "logits": logits.detach(), "squares": logits.square().mean().detach()})
+        self.means.append(loss.item())
+        self.rates.append(0.5**self.global_step)
+        self.firsts.extend(x[:, 0].tolist())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert len(self.means) == batch_idx + 1
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_mean", torch.stack([out["loss"] for out in self.outs]).mean())
+        outs = [{**out, "loss": out["loss"].detach()} for out in self.outs]
+        self.ends.append((outs, *map(list, (self.means, self.rates, self.held["rates"], self.firsts))))
+        for values in (self.outs, self.means, self.rates, self.firsts):
+            values.clear()
+
+
+@pytest.mark.parametrize("num", [10, 9])  # the last batch has two samples, or one
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallelStrategy,
+        lambda: BalancedDataParallelStrategy(weights=[1, 2, 1]),
+        lambda: ModelParallelStrategy(["cpu"] * 2, num_microbatches=3),
+    ],
+)
+def test_lists_of_training_steps_have_one_devices_elements(strategy: Any, num: int) -> None:
+    case = Case(Trained, num=num)
+    found: list[Any] = []
+    for one, devices in ((SingleDeviceStrategy(), 1), (strategy(), 3)):
+        torch.manual_seed(3)
+        module = Trained().double()
+        trainer = make_trainer(case, one, devices=devices)
+        trainer.fit(module, case.loader(), case.loader())
+        found.append((module.ends, dict(trainer.callback_metrics)))
+    assert len(found[0][0]) == 2
+    assert_same(found[1], found[0], 1e-10)
