@@ -10,7 +10,7 @@ elements as samples, or unequal numbers of them, stay what they are. Of parts of
 tensors of several rows are samples.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
-from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
+from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS, copied
 from ..core.patching import Replacement, hooks_of
 from .losses import is_loss
 from .results import Joiner, are_equal, combine, is_whole
@@ -175,13 +175,20 @@ class EvaluationLists:
         self._num = 0.0
         self._has_begun = False
         self._hook: Replacement | None = None
+        self._counted: dict[str, set[str]] = {}
+        """By step, the numbers to which it adds."""
+        self._counters: Counters | None = None
         self._are_samples: dict[tuple[str, Path], bool] = {}
         """By step and list, whether elements are samples: parts of a single one don't show it."""
+
+    def learn(self, step: str, counters: set[str]) -> None:
+        """Learn to which numbers of the module a step of evaluation adds: those of ranks are added up."""
+        self._counted.setdefault(step, set()).update(counters)
 
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
         self._parts = [PartLists([vars(part) for part in lightning_modules(module)])]
-        self._has_begun = False
+        self._has_begun, self._module, self._counters = False, module, None
         if self._hook is not None:  # of an evaluation that has failed
             self._hook.remove()
         loop = module.trainer._evaluation_loop
@@ -189,10 +196,22 @@ class EvaluationLists:
 
     def begin_batch(self, batch: Key | None, num: float) -> None:
         """Learn which batch the next step gets, and how many samples of it this process has."""
-        (root, *_) = self._parts
-        root.take(self._batch, self._num) if self._has_begun else root.begin()
+        self._take()
         number = self._batch[1] + 1 if self._has_begun else 0
         self._batch, self._num, self._has_begun = batch or (self._batch[0], number), num, True
+
+    def _take(self) -> None:
+        """Note what the root's step on the last batch has appended and counted, or what there is before the first."""
+        root, module = self._parts[0], self._module
+        if self._has_begun:
+            root.take(self._batch, self._num)
+            if self._counters is not None:
+                self._counters.take(self._num > 0)
+            return
+        root.begin()
+        step = "test_step" if module.trainer.testing else "validation_step"
+        names = self._counted.get(step, set()) if self._gather is not None else ()
+        self._counters = Counters(module, names) if names else None
 
     @contextmanager
     def of_replicas(
@@ -237,7 +256,9 @@ class EvaluationLists:
     def _join_all(self, step: str, rest: float) -> None:
         """Join the lists; `rest` is how many times as much the whole evaluation appends, if this is a sanity check."""
         root = self._parts[0]
-        root.take(self._batch, self._num) if self._has_begun else root.begin()
+        self._take()
+        if self._counters is not None and self._gather is not None:
+            self._counters.put(self._gather(_on_host(self._counters.added())))
         if self._gather is None and len(self._parts) == 1:
             return
         parts = [(part.added, part.entries()) for part in self._parts]
@@ -283,6 +304,46 @@ class EvaluationLists:
                 "raise it, if the host's memory holds as much for each rank."
             )
         return any(has for has, _ in ranks)
+
+
+class Counters:
+    """Numbers, or tensors of them, to which steps of an evaluation add, such as `self.correct += ...`.
+
+    Args:
+        names: of attributes and buffers.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._module, self._names = module, sorted(names)
+        self._first = self._last = self._values()
+
+    def _values(self) -> dict[str, Any]:
+        """Copies of what they are; of what is no number any more there is none."""
+        found = {name: vars(self._module.get_submodule(path)).get(key) for name, path, key in self._places()}
+        return {name: copied(value) if isinstance(value, Tensor) else value for name, value in found.items()}
+
+    def _places(self) -> Iterator[tuple[str, str, str]]:
+        for name in self._names:
+            path, _, key = name.rpartition(".")
+            yield name, path, key
+
+    def take(self, counts: bool) -> None:
+        """Undo what a step has added that ran on samples of other ranks."""
+        if not counts:
+            self._give(self._last)
+        self._last = self._values()
+
+    def added(self) -> dict[str, Any]:
+        """What was added by this rank."""
+        return {name: value - self._first[name] for name, value in self._last.items()}
+
+    def put(self, of_ranks: Sequence[dict[str, Any]]) -> None:
+        """Have the module hold what all ranks have added."""
+        self._give({name: sum((one[name] for one in of_ranks), start=own) for name, own in self._first.items()})
+
+    def _give(self, values: dict[str, Any]) -> None:
+        for name, path, key in self._places():
+            vars(self._module.get_submodule(path))[key] = values[name]
 
 
 class BatchLists:

@@ -162,6 +162,8 @@ class StepComparison:
 
     def _compare_evaluation(self, tried: Tried, verdict: Verdict) -> None:
         self._verify_given(tried)
+        if self._trial.of_ranks:
+            verdict.counters = _counters(tried)
         self._compare_written(tried, verdict)
         self._verify_appended(tried)
         if self._results is not None and not self._trial.of_ranks:
@@ -387,7 +389,7 @@ class StepComparison:
     def _compare_written(self, tried: Tried, verdict: Verdict) -> None:
         """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it.
 
-        Of the rest, replicas and micro-batches keep what one of them has left, which is told; and so of evaluations.
+        Of the rest, replicas and micro-batches keep what one of them has left, and ranks their own, which is told.
         """
         steps = self._moved(tried) if self._in_turn and self._trains and not self._trial.of_ranks else tried.steps
         written = {name: [step.written.get(name) for step in steps] for step in steps for name in step.written}
@@ -411,7 +413,7 @@ class StepComparison:
                 f"{self._name}: {self._trial.step} changes {name} {by}, unlike one device. Gather what it is computed "
                 f"of (self.all_gather), update it in an on_..._batch_end hook, or set {instead}."
             )
-        if lost and not (verdict.refusal or self._trial.of_ranks):
+        if lost and not verdict.refusal and (self._trains or not self._trial.of_ranks):
             line = (
                 f"{self._name}: {self._trial.step} leaves {', '.join(lost[:3])} otherwise in parts of a batch than in "
                 "the whole one. Use self.log, a metric of torchmetrics, or return it from the step."
@@ -472,6 +474,23 @@ def _without_lists(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_lists(value[key]) for key in sorted(value, key=str)}
     return None if type(value) is list else tuple(map(_without_lists, value)) if type(value) is tuple else value
+
+
+def _counters(tried: Tried) -> set[str]:
+    """The numbers, attributes of modules, to which parts of a batch add what the whole one does."""
+    found = set[str]()
+    for name, whole in tried.whole.written.items():
+        before: Any = whole.owner.get(whole.key)
+        after = [part.written.get(name) for part in tried.parts]
+        values = [before, whole.contents, *(before if one is None else one.contents for one in after)]
+        if not (whole.owner.get("_parameters") is None or isinstance(before, nn.Parameter)) and all(
+            isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) for value in values
+        ):
+            with suppress(RuntimeError):  # of other shapes
+                added = sum((value - before for value in values[2:]), start=before)
+                if not unlike(added, whole.contents):
+                    found.add(name)
+    return found
 
 
 def _values_in(ran: Ran, path: Path) -> list[Any]:

@@ -237,7 +237,7 @@ class _Parts(Meeting):
                 raise Cannot(f"training_step returned a loss of shape {tuple(loss.shape)}")
             here.tape.log(RETURNED, loss)
             self.backward(loss)
-        if not (trial.together or trial.goes_on):
+        if not (trial.goes_on or (trial.together and trial.trains)):
             here.written.update(self._state.taken(draws=trial.of_ranks))
 
     @override

@@ -25,6 +25,7 @@ class Verdict:
         told: lines for the log, and whether they are warnings.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
+        counters: the attributes to which parts of an evaluation's batch add what the whole one does.
         failed: whether nothing could be compared; as the step has `raised` an error, perhaps.
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
@@ -45,6 +46,7 @@ class Verdict:
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
     appends: bool = False
+    counters: set[str] = field(default_factory=set[str])
     failed: bool = False
     raised: bool = False
     in_chunks: bool = False

@@ -131,6 +131,53 @@ def test_lists_of_ranks_hold_one_device_s_batches_on_every_rank(
         assert_one_devices(found, 9)
 
 
+class Counting(Net):
+    """Adds to numbers and a tensor, in its steps of evaluation, and clears them in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = self.num = 0
+        self.total: Any = 0.0
+        self.counts = torch.zeros(3)
+        self.ends: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self(x)
+        self.right += (logits.argmax(1) == y).sum().item()
+        self.num += len(y)
+        self.total += torch.nn.functional.cross_entropy(logits, y, reduction="sum")
+        self.counts += torch.bincount(logits.argmax(1), minlength=3)
+
+    def on_validation_epoch_start(self) -> None:
+        self.counts.zero_()
+
+    def on_validation_epoch_end(self) -> None:
+        self.ends.append((self.right, self.num, float(self.total), self.counts.tolist()))
+        self.right, self.num, self.total = 0, 0, 0.0
+
+
+def _counted(strategy: Any, devices: int) -> list[Any]:
+    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
+    torch.manual_seed(3)
+    case, module = Case(num=9), Counting().double()
+    trainer = make_trainer(case, strategy, devices=devices, num_sanity_val_steps=1)
+    trainer.fit(module, case.loader(), case.loader())
+    return module.ends
+
+
+def _counted_by_rank(strategy: Any) -> list[Any]:
+    return _counted(strategy(batch_size_is="global"), 3)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
+def test_counters_of_ranks_are_one_devices_on_every_rank(strategy: Any) -> None:
+    expected = _counted(SingleDeviceStrategy(), 1)
+    assert [end[1] for end in expected] == [4, 9, 9]
+    for found in run_ranks(_counted_by_rank, 3, strategy):  # of the last batch, of one sample, two ranks have none
+        assert_same(found, expected, 1e-9)
+
+
 class Appending(Net):
     """Appends what `value` makes of a batch's rows."""
 
