@@ -7,8 +7,9 @@ them with what one rank has (`weight.norm().item()`) or writes to a copy (`weigh
 |---|---|---|
 | elementwise, with tensors that are cut alike | `average.lerp_(weight, 0.1)` | shards |
 | elementwise in place, with whole tensors of its shape | `weight.mul_(mask)`, `weight.data = start` | shards |
-| the norm or the sum of a tensor | `weight.norm()` | shards, whose results are combined |
-| any other | `weight[0]`, `buffer.add_(weight)` | refused; `weight.full_tensor()` is the whole |
+| the norm or the sum of a tensor, `torch.equal` | `weight.norm()` | shards, whose results are combined |
+| elementwise in place, on a whole tensor | `buffer.add_(weight)` | gathered tensors |
+| any other | `weight[0]`, `weight.mean()` | refused; `weight.full_tensor()` is the whole |
 """
 
 from contextlib import nullcontext
@@ -101,6 +102,12 @@ class ShardCalls:
                 given = _tensors([*args, *kwargs.values()])
             if _cut_alike(given, of_lists):
                 return func(*args, **kwargs)
+            if not of_lists and _writes(name, {}) and _is_whole(args[0]):
+                self._verify_together()
+                return func(*tree_map_only(DTensor, DTensor.full_tensor, args), **kwargs)
+        if name == "equal" and (args[0].shape != args[1].shape or _cut_alike(given)):  # torch asks all ranks
+            self._verify_together()
+            return args[0].shape == args[1].shape and func(*args)
         if _is_sum(name, args, kwargs) and _cut_alike(given):
             self._verify_together()
             return func(*args, **kwargs).full_tensor()

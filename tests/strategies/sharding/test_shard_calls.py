@@ -75,11 +75,12 @@ def logged(m: Hooked) -> float:
 
 READS: dict[str, Callable[[Hooked], Any]] = {
     "average of clones": average_of_clones,
-    "average in a buffer": lambda m: m.average.mul_(0.9).add_(whole(m.weight.detach()), alpha=0.1),
+    "average in a buffer": lambda m: m.average.mul_(0.9).add_(m.weight.detach(), alpha=0.1),
     "norms as numbers": lambda m: sum(p.norm().item() for p in m.parameters()),
     "total norm": lambda m: nn.utils.get_total_norm(list(m.parameters())),
     "share of small ones": lambda m: sum((p.abs() < 0.1).sum() for p in m.parameters()) / 21,
     "whole": lambda m: torch.linalg.svdvals(whole(m.weight)),
+    "equal": lambda m: float(sum(torch.equal(p, q) for p in m.parameters() for q in (*m.parameters(), p + 1))),
     "optimizer state": lambda m: sum(s["exp_avg"].norm() for s in m.trainer.optimizers[0].state.values()),
     "logged": logged,
 }
@@ -225,8 +226,6 @@ NEEDS_WHOLE: dict[str, Callable[[Hooked], Any]] = {
     "uniform_": lambda m: nn.init.uniform_(m.weight),
     "sub": lambda m: m.weight.detach() - m.start[0],
     "rmul_or_add": plain_average,
-    "add_": lambda m: m.average.add_(m.weight.detach()),
-    "equal": lambda m: torch.equal(m.weight, m.weight + 1),
     "cat": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "__reduce_ex__": lambda m: torch.save(m.state_dict(), io.BytesIO()),
     "data = ": data_set,
