@@ -12,11 +12,8 @@ tensors of several rows are samples.
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from types import CellType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,128 +23,10 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
-from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS, copied
-from ..core.patching import Replacement, hooks_of
-from .losses import is_loss
-from .results import Joiner, are_equal, combine, is_whole
-from .tree import Path, called, children, rebuild, walk
-
-Key: TypeAlias = tuple[int, int]
-"""A global batch: its loader, and its number there."""
-
-Space: TypeAlias = dict[str, Any]
-"""The attributes of a module."""
-
-_HOLDERS = (list, dict, tuple)
-
-
-class Added(NamedTuple):
-    """What one part of a batch has appended to a list.
-
-    Args:
-        batch: the global batch.
-        num: samples of the part.
-        values: what it appended.
-    """
-
-    batch: Key
-    num: float
-    values: list[Any]
-
-
-Appended: TypeAlias = dict[Path, list[Added]]
-"""What parts have appended, by the path of the list."""
-
-
-@dataclass(eq=False)
-class PartLists:
-    """Follows the lists of one copy of a module: an attribute, or in dictionaries, tuples or lists that are one.
-
-    Args:
-        spaces: the attributes of its modules.
-
-    Attributes:
-        added: what was appended since `begin`.
-    """
-
-    spaces: Sequence[Space]
-    added: Appended = field(default_factory=Appended, init=False)
-
-    def begin(self) -> None:
-        """Note how long the lists and dictionaries are."""
-        self._parents: dict[Path, int] = {}
-        for path, values in list(self._found()):
-            if type(values) is list and values and all(type(value) in (list, dict) for value in values):
-                self._parents[path] = len(values)  # a list for each loader
-        self._ends = {path: (values, len(values)) for path, values in self._found()}
-        self.added = {}
-
-    def copied(self, module: nn.Module) -> "PartLists":
-        """The lists as they are, for another copy of the module."""
-        held, made = _held_by_hooks(module), dict[int, Any]()
-        copy = PartLists([_own_lists(space, held, made) for space in self.spaces])
-        copy.begin()
-        return copy
-
-    def take(self, batch: Key, num: float) -> None:
-        """Note what a part of `num` samples has appended; a part without samples leaves nothing."""
-        for path, values in self._found():
-            if type(values) is not list:
-                continue
-            before, start = self._ends.get(path, (values, self._parents.get(path, 0)))
-            if len(values) < start or (before is not values and not _begins_with(values, before[:start])):
-                start = 0  # a new list, or one that was cleared
-                self.added.pop(path, None)
-            if not num:
-                del values[start:]
-            elif len(values) > start:
-                self.added.setdefault(path, []).append(Added(batch, num, values[start:]))
-            self._ends[path] = values, len(values)
-
-    def put(self, path: Path, joined: list[Any]) -> None:
-        """Put the elements of batches in the place of those of parts."""
-        values, own = self._at(path, []), sum(len(added.values) for added in self.added.get(path, ()))
-        values[len(values) - own :] = joined
-
-    def entries(self) -> dict[Path, dict[Any, Any]]:
-        """Further keys of dictionaries since `begin`, of other values than lists (`self.results[name] = score`)."""
-        found: dict[Path, dict[Any, Any]] = {}
-        for path, value in self._found():
-            if isinstance(value, dict):
-                before, num = self._ends.get(path, (value, 0))
-                new = islice(value.items(), num if before is value and num <= len(value) else 0, None)
-                found[path] = {key: child for key, child in new if not isinstance(child, _HOLDERS)}
-        return {path: new for path, new in found.items() if new}
-
-    def update(self, path: Path, entries: dict[Any, Any]) -> None:
-        """Add keys to a dictionary, which this part may not have."""
-        dict.update(self._at(path, {}), entries)  # a Counter's own adds
-
-    def _at(self, path: Path, otherwise: Any) -> Any:
-        value: Any = self.spaces[path[0]]
-        for key in path[1:-1]:
-            value = value.setdefault(key, {}) if isinstance(value, dict) else value[key]
-        return value.setdefault(path[-1], otherwise) if isinstance(value, dict) else value[path[-1]]
-
-    def _found(self) -> Iterator[tuple[Path, Any]]:
-        """Yield the lists, and dictionaries, each with its first path."""
-        seen = set[int]()
-        for number, space in enumerate(self.spaces):
-            for name, value in space.items():
-                if type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple))):
-                    for path, one in self._inside((number, name), value):
-                        if id(one) not in seen:
-                            seen.add(id(one))
-                            yield path, one
-
-    def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        is_parent = type(value) is tuple or self._parents.get(path) == len(value)
-        if not is_parent:
-            yield path, value
-        if is_parent or (isinstance(value, dict) and len(value) <= MOST_ELEMENTS):
-            for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if type(child) in (list, tuple) or isinstance(child, dict):
-                    yield from self._inside((*path, key), child)
+from ..core.module_state import copied
+from ..core.patching import Replacement
+from .part_lists import Added, Appended, Join, Key, PartLists, given_lists, with_loss
+from .tree import Path, children, rebuild, walk
 
 
 class EvaluationLists:
@@ -228,7 +107,7 @@ class EvaluationLists:
             self.begin_batch(None, sum(sizes))
         while len(self._parts) < len(replicas):
             self._parts.append(self._parts[0].copied(replicas[0][0]))
-        with _given(self._parts, replicas, used):
+        with given_lists(self._parts, replicas, used):
             yield
         for i, size in zip(used, sizes, strict=True):
             self._parts[i].take(self._batch, size)
@@ -289,8 +168,8 @@ class EvaluationLists:
             self._are_samples[step, path] = join.are_samples(found)
         return join.elements(found, self._are_samples.get((step, path), True) and join.are_samples(found))
 
-    def _join(self, step: str, path: Path) -> "_Join":
-        return _Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
+    def _join(self, step: str, path: Path) -> Join:
+        return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
 
     def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
         """Whether any rank has something to gather; all together not too much."""
@@ -365,7 +244,7 @@ class BatchLists:
 
     def given(self) -> AbstractContextManager[None]:
         """Give copies of the module their lists, inside the block."""
-        return _given(self._parts, self._modules, self._copies)
+        return given_lists(self._parts, self._modules, self._copies)
 
     def take(self, part: int) -> None:
         """Note what a part has appended, whose step has ended."""
@@ -384,74 +263,6 @@ class BatchLists:
             self._parts[0].put(path, joined)
 
 
-def with_loss(appended: Appended, losses: Sequence[Tensor], loss: Tensor | None) -> Appended:
-    """What parts have appended, with the batch's loss in the place of theirs."""
-
-    def replaced(value: Any) -> Any:
-        if loss is not None and any(is_loss(value, one) for one in losses):
-            return loss.detach()
-        if loss is not None and type(value) is float and any(str(value) == str(float(one)) for one in losses):
-            return float(loss)
-        items = children(value) if isinstance(value, (dict, list, tuple)) else None
-        return value if items is None else rebuild(value, [replaced(child) for _, child in items])
-
-    return {
-        path: [one._replace(values=[replaced(value) for value in one.values]) for one in added]
-        for path, added in appended.items()
-    }
-
-
-@contextmanager
-def _given(parts: Sequence[PartLists], replicas: Sequence[Sequence[nn.Module]], used: Sequence[int]) -> Generator[None]:
-    """Give each replica but the root, that is used inside the block, lists of its own."""
-    before = {i: [dict(vars(part)) for part in replicas[i]] for i in used if i}
-    pairs = {i: list(zip(parts[i].spaces, replicas[i], strict=True)) for i in before}
-    for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
-        vars(module).update(own)
-    yield
-    for i, kept in before.items():
-        for (own, module), was in zip(pairs[i], kept, strict=True):
-            made = {n: v for n, v in vars(module).items() if n not in was and isinstance(v, (list, dict))}
-            own.update({name: vars(module)[name] for name in own if name in vars(module)} | made)
-            vars(module).update({name: was[name] for name in own if name in was})
-
-
-def _held_by_hooks(module: nn.Module) -> set[int]:
-    """The ids of what hooks refer to beside the module: a list that they fill stays the one that steps read."""
-    hooks = [hook for part in module.modules() for own in hooks_of(part) for hook in own.values()]
-    cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or () if cell != CellType()]
-    return {id(cell.cell_contents) for cell in cells} | {id(getattr(hook, "__self__", None)) for hook in hooks}
-
-
-def _own_lists(space: Space, held: set[int], made: dict[int, Any]) -> Space:
-    """The lists among attributes, and structures of lists, as a copy's own; `made` has those that were copied."""
-    return {
-        name: _own(value, made)
-        for name, value in space.items()
-        if name not in LIGHTNING_KEYS
-        and id(value) not in held
-        and (type(value) is list or (isinstance(value, (dict, tuple)) and _holds_lists(value)))
-    }
-
-
-def _own(value: Any, made: dict[int, Any]) -> Any:
-    if id(value) not in made:
-        if type(value) is list:
-            made[id(value)] = [_own(child, made) if type(child) is list else child for child in value]
-        elif isinstance(value, (dict, tuple)):
-            made[id(value)] = rebuild(value, [_own(child, made) for _, child in children(value) or ()])
-    return made.get(id(value), value)
-
-
-def _holds_lists(value: Any) -> bool:
-    inside = value.values() if isinstance(value, dict) else value
-    return not inside or any(isinstance(child, (list, dict)) for child in inside)
-
-
-def _begins_with(values: list[Any], others: list[Any]) -> bool:
-    return len(values) >= len(others) and all(one is other for one, other in zip(values, others, strict=False))
-
-
 def _on_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
@@ -459,65 +270,3 @@ def _on_host(value: Any) -> Any:
         return value.clone() if is_view else value  # not all that it is a view of
     items = children(value) if isinstance(value, (dict, list, tuple)) else None
     return value if items is None else rebuild(value, [_on_host(child) for _, child in items])
-
-
-@dataclass(frozen=True)
-class _Join:
-    """Joins what the parts of all batches of an epoch have appended to one list."""
-
-    strategy: str
-    step: str
-    path: Path
-    word: str | None
-
-    def entries(self, parts: list[dict[Any, Any]]) -> dict[Any, Any]:
-        """The keys that all parts have added to a dictionary; counts of one key add up."""
-        found: dict[Any, list[Any]] = {}
-        for key, value in (item for entries in parts for item in entries.items()):
-            found.setdefault(key, []).append(value)
-        for key, values in found.items():
-            if len(values) > 1 and is_whole(values[0]):
-                found[key] = [combine(values, [], "sum")]
-            elif not (len(values) == 1 or are_equal(values)):
-                self._unknown((key,), "differs between parts of batches")
-        return {key: first for key, (first, *_) in found.items()}
-
-    def are_samples(self, batches: list[list[Added]]) -> bool:
-        """Whether the elements are samples, as far as these batches show."""
-        every = [part for parts in batches for part in parts]
-        return all(len(part.values) == part.num for part in every) and (
-            any(part.num > 1 for part in every) or not all(_is_of_batch(part.values[0]) for part in every)
-        )
-
-    def elements(self, batches: list[list[Added]], are_samples: bool) -> list[Any]:
-        """The elements of the whole batches, in order."""
-        found: list[list[Any]] = []
-        groups: dict[Any, list[tuple[int, int]]] = {}
-        for i, parts in enumerate(batches):
-            counts = {len(part.values) for part in parts}
-            found.append([value for part in parts for value in part.values])
-            if len(parts) > 1 and len(counts) == 1 and not are_samples and self.word != "list":
-                found[i] = found[i][: counts.pop()]
-                for place, value in enumerate(found[i]):
-                    groups.setdefault((place, type(value)), []).append((i, place))
-        for group in groups.values():
-            columns = [([p.values[place] for p in batches[i]], [p.num for p in batches[i]]) for i, place in group]
-            joiner = Joiner(lambda _: self.word, self._unknown, appended=True)
-            for (i, place), joined in zip(group, joiner.join(columns), strict=True):
-                found[i][place] = joined
-        return [value for values in found for value in values]
-
-    def _unknown(self, path: Path, why: str) -> Any:
-        shown = ".".join(map(str, self.path))
-        raise ConfigError(
-            f"{self.strategy}: {self.step} appends to {shown} values of which {called(path, '') or 'one'} {why}, so "
-            "that it isn't known what it is of the whole batch. Use self.log or a torchmetrics metric, or set strategy."
-            f"batch_dims={{{self.step}.{self.path[0]}: sum}}, mean, list (all elements) or none (the same in all "
-            "parts)."
-        )
-
-
-def _is_of_batch(value: Any) -> bool:
-    """Whether what a part of one sample appended is of a batch, by its tensors, rather than a sample itself."""
-    arrays = [part for _, part in walk(value) if isinstance(part, (Tensor, np.ndarray))]
-    return bool(arrays) and all(not part.ndim or len(part) <= 1 for part in arrays)

@@ -18,8 +18,9 @@ from ...core.module_checks import hooked, not_compiling
 from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
-from ..evaluation_lists import EvaluationLists, with_loss
+from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
+from ..part_lists import with_loss
 from ..results import ResultStructure, combine
 from ..run_structures import takes_others_batches
 from ..samples import FewSamples

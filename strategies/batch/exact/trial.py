@@ -27,8 +27,8 @@ from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, recei
 from ...core.module_state import kept_metrics
 from ...core.patching import Replacement, hooks_of, replaced
 from ...core.types import Batch
-from ..evaluation_lists import Appended, PartLists
 from ..losses import is_loss, weight_in
+from ..part_lists import Appended, PartLists
 from ..part_metrics import PartMetrics
 from ..results import combine
 from ..samples import seeded
