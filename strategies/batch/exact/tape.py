@@ -27,6 +27,7 @@ _PICKS = ("aten.index.", "aten.masked_select", "aten.nonzero")
 _NOT_OF_USERS = tuple(
     str(path) for path in (Path(torch.__file__).parent, Path(pl.__file__).parent, Path(__file__).parents[2])
 )
+_OF_SHARDS = str(Path(torch.__file__).parent / "distributed" / "fsdp")
 
 
 @dataclass
@@ -138,6 +139,8 @@ class Tape(TorchDispatchMode):
             return None
         lines, frame = [name, NUMBER] if by_number else [name], sys._getframe(2)
         while frame is not None and frame is not self._frames[0]:
+            if _gathers(frame.f_code):
+                return None  # whose results would be kept
             if _is_users(frame.f_code):
                 lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
             frame = frame.f_back
@@ -255,6 +258,12 @@ def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
 def _name(func: Any) -> str | None:
     """The name of an operation; None if it is made of others."""
     return None if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else str(func)
+
+
+@cache
+def _gathers(code: CodeType) -> bool:
+    """Whether code is that of torch's FSDP, whose hooks gather parameters around what they are used in."""
+    return code.co_filename.startswith(_OF_SHARDS)
 
 
 @cache
