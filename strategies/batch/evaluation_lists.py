@@ -112,9 +112,11 @@ class EvaluationLists:
         for i, size in zip(used, sizes, strict=True):
             self._parts[i].take(self._batch, size)
 
-    def of_batch(self, modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]) -> "BatchLists":
-        """Follow the lists of one training batch, of parts of so many samples."""
-        return BatchLists(self, modules, sizes)
+    def of_batch(
+        self, names: Collection[Path], modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]
+    ) -> "BatchLists":
+        """Follow the lists in some attributes during one training batch, of parts of so many samples."""
+        return BatchLists(self, names, modules, sizes)
 
     def _end(self, trainer: pl.Trainer, call_hooks: Callable[[], Any]) -> Any:
         """Join the lists, and call the hooks of the epoch's end.
@@ -230,13 +232,17 @@ class BatchLists:
 
     Args:
         lists: says how.
+        names: the attributes that have lists, by their modules' numbers.
         modules: those of each part that have a `log`, the root's first; micro-batches have the same ones.
         sizes: samples of each part.
     """
 
-    def __init__(self, lists: EvaluationLists, modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, lists: EvaluationLists, names: Collection[Path], modules: Sequence[Sequence[nn.Module]],
+        sizes: Sequence[int],
+    ) -> None:  # fmt: skip
         self._lists, self._modules, self._sizes = lists, modules, sizes
-        root = PartLists([vars(module) for module in modules[0]])
+        root = PartLists([vars(module) for module in modules[0]], names)
         root.begin()
         is_root = [module[0] is modules[0][0] for module in modules]
         self._parts = [root if own else root.copied(modules[0][0]) for own in is_root]
@@ -258,7 +264,7 @@ class BatchLists:
             try:
                 with torch.no_grad():
                     joined = self._lists.joined("training_step", path, of_batch)
-            except ConfigError:  # which was told
+            except ConfigError:  # what other samples append
                 joined = [value for added in of_batch for one in added.get(path, ()) for value in one.values]
             self._parts[0].put(path, joined)
 

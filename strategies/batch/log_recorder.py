@@ -102,8 +102,8 @@ class LogRecorder:
         self._calls = [[] for _ in self.modules]
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self.modules[0]))
         self._appended = None
-        if step == "training_step" and step in values.appends:
-            self._appended = self._lists.of_batch(self.modules, sizes)
+        if step == "training_step" and values.appends:
+            self._appended = self._lists.of_batch(values.appends, self.modules, sizes)
         own = nullcontext() if self._appended is None else self._appended.given()
         with self._metrics.recording(sizes, values.rows.get(self._step, ())), received(logs), own:
             yield
@@ -118,12 +118,11 @@ class LogRecorder:
         before, self._running.part = self.part, part
         try:
             with self._taped(part):
-                output = call()
-            if self._appended is not None:
-                self._appended.take(part)
-            return output
+                return call()
         finally:
             self._running.part = before
+            if self._appended is not None:
+                self._appended.take(part)
 
     def _taped(self, part: int) -> AbstractContextManager[Any]:
         if not self._programs or part in self._tapes:  # it goes backward

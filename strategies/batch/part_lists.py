@@ -1,6 +1,6 @@
 """What the parts of batches append to lists of the module, and how that becomes what whole batches do."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -50,12 +50,14 @@ class PartLists:
 
     Args:
         spaces: the attributes of its modules.
+        names: those that are followed, each with its module's number; None for all.
 
     Attributes:
         added: what was appended since `begin`.
     """
 
     spaces: Sequence[Space]
+    names: Collection[Path] | None = None
     added: Appended = field(default_factory=Appended, init=False)
 
     def begin(self) -> None:
@@ -70,7 +72,11 @@ class PartLists:
     def copied(self, module: nn.Module) -> "PartLists":
         """The lists as they are, for another copy of the module."""
         held, made = _held_by_hooks(module), dict[int, Any]()
-        copy = PartLists([_own_lists(space, held, made) for space in self.spaces])
+        own = (_own_lists(space, held, made) for space in self.spaces)
+        chosen = [
+            {n: v for n, v in one.items() if self.names is None or (i, n) in self.names} for i, one in enumerate(own)
+        ]
+        copy = PartLists(chosen, self.names)
         copy.begin()
         return copy
 
@@ -119,7 +125,8 @@ class PartLists:
         seen = set[int]()
         for number, space in enumerate(self.spaces):
             for name, value in space.items():
-                if type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple))):
+                is_holder = type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple)))
+                if is_holder and (self.names is None or (number, name) in self.names):
                     for path, one in self._inside((number, name), value):
                         if id(one) not in seen:
                             seen.add(id(one))
@@ -199,19 +206,22 @@ def _is_of_batch(value: Any) -> bool:
 
 def with_loss(appended: Appended, losses: Sequence[Tensor], loss: Tensor | None) -> Appended:
     """What parts have appended, with the batch's loss in the place of theirs."""
-
-    def replaced(value: Any) -> Any:
-        if loss is not None and any(is_loss(value, one) for one in losses):
-            return loss.detach()
-        if loss is not None and type(value) is float and any(str(value) == str(float(one)) for one in losses):
-            return float(loss)
-        items = children(value) if isinstance(value, (dict, list, tuple)) else None
-        return value if items is None else rebuild(value, [replaced(child) for _, child in items])
-
+    if loss is None:
+        return appended
     return {
-        path: [one._replace(values=[replaced(value) for value in one.values]) for one in added]
+        path: [one._replace(values=[_with_loss(value, losses, loss) for value in one.values]) for one in added]
         for path, added in appended.items()
     }
+
+
+def _with_loss(value: Any, losses: Sequence[Tensor], loss: Tensor) -> Any:
+    if any(is_loss(value, one) for one in losses):
+        return loss.detach()
+    # elsewhere to ask would wait
+    if type(value) is float and any(one.is_cpu and str(value) == str(float(one.detach())) for one in losses):
+        return float(loss.detach())
+    items = children(value) if isinstance(value, (dict, list, tuple)) else None
+    return value if items is None else rebuild(value, [_with_loss(child, losses, loss) for _, child in items])
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..losses import is_loss, join_evaluated
-from ..part_lists import with_loss
+from ..part_lists import Appended, with_loss
 from ..results import ResultStructure, combine
 from ..run_structures import takes_others_batches
 from ..samples import FewSamples
@@ -209,11 +209,7 @@ class StepComparison:
             self._compare_written(tried, verdict)
             self._verify_given(tried)
             if not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization:
-                verdict.appends = verdict.appends or any(part.appended for part in tried.parts)
-                try:
-                    self._verify_appended(tried)
-                except PartsDiffer as exc:
-                    verdict.told.append((str(exc), True))
+                verdict.appends |= self._joined_lists(tried, verdict)
         self._compare_values(seen, tried, verdict)
         return True
 
@@ -249,25 +245,36 @@ class StepComparison:
     def _verify_appended(self, tried: Tried) -> None:
         """Refuse parts of which what they append to a list doesn't make what the whole batch does."""
         for path in tried.whole.appended:
-            if f"{self._trial.step}.{path[1]}" in self._lists.options:  # the user's word
-                continue
-            joined: Any = None
-            parts = [part.appended for part in tried.parts]
-            if self._trains:
-                losses = [loss for part in tried.parts for loss in part.losses]
-                parts = [with_loss(appended, losses, tried.whole.losses[0]) for appended in parts]
+            if f"{self._trial.step}.{path[1]}" not in self._lists.options:  # the user's word
+                self._verify_list(path, tried, [part.appended for part in tried.parts])
+
+    def _verify_list(self, path: Path, tried: Tried, parts: Sequence[Appended]) -> None:
+        joined: Any = None
+        try:
+            joined = self._lists.joined(self._trial.step, path, parts)
+        except ConfigError as exc:
+            raise PartsDiffer(str(exc)) from exc
+        except RuntimeError as exc:  # rows of other shapes
+            if is_out_of_memory(exc):
+                raise
+        why = (
+            f"appends to {path[1]} what parts of a batch don't make. Append rows that each sample makes by itself "
+            "(pad to a fixed length), or means over samples."
+        )
+        self._verify(lambda ran: _values_in(ran, path), joined, tried, why)
+
+    def _joined_lists(self, tried: Tried, verdict: Verdict) -> set[Path]:
+        """The attributes with lists to which, joined, parts append what the whole batch does; others are told."""
+        found, left, losses = set[Path](), set[Path](), [loss for part in tried.parts for loss in part.losses]
+        parts = [with_loss(part.appended, losses, tried.whole.losses[0]) for part in tried.parts]
+        for path in tried.whole.appended:
             try:
-                joined = self._lists.joined(self._trial.step, path, parts)
-            except ConfigError as exc:
-                raise PartsDiffer(str(exc)) from exc
-            except RuntimeError as exc:  # rows of other shapes
-                if is_out_of_memory(exc):
-                    raise
-            why = (
-                f"appends to {path[1]} what parts of a batch don't make. Append rows that each sample makes by itself "
-                "(pad to a fixed length), or means over samples."
-            )
-            self._verify(lambda ran, path=path: _values_in(ran, path), joined, tried, why)
+                self._verify_list(path, tried, parts)
+                found.add(path[:2])
+            except PartsDiffer as exc:
+                left.add(path[:2])
+                verdict.told.append((str(exc), False))
+        return found - left
 
     def _compare_values(self, seen: ProgramFinder, tried: Tried, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""

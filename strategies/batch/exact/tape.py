@@ -99,6 +99,8 @@ class Tape(TorchDispatchMode):
         self.entries, self.by_site = list[Entry](), dict[Site, Entry]()
         self._makers: dict[Any, Ref] = {}
         self._numbers: dict[float, Ref] = {}
+        self._frees = False
+        """Whether parameters are gathered, whose memory is used again."""
         self._kept: list[Any] = []  # their addresses are not used again
         self.logged: dict[str, Logged] = {}
 
@@ -140,6 +142,7 @@ class Tape(TorchDispatchMode):
         lines, frame = [name, NUMBER] if by_number else [name], sys._getframe(2)
         while frame is not None and frame is not self._frames[0]:
             if _gathers(frame.f_code):
+                self._frees = True
                 return None  # whose results would be kept
             if _is_users(frame.f_code):
                 lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
@@ -172,8 +175,10 @@ class Tape(TorchDispatchMode):
         self.by_site[site] = entry
         self.entries.append(entry)
         self._kept.append(results)
+        unknown = [arg for arg, ref in zip(flat, args, strict=True) if not isinstance(ref, Ref)] if self._frees else []
+        freed = {_address(arg)[0] for arg in unknown if isinstance(arg, Tensor) and _address(arg)}
         for k, one in enumerate(results):
-            if isinstance(one, Tensor):
+            if isinstance(one, Tensor) and (not freed or not _address(one) or _address(one)[0] not in freed):
                 self._makers[_address(one), has_grad] = Ref(len(self.entries) - 1, k)
             elif isinstance(one, float) and isinstance(args[0], Ref):  # item()
                 self._numbers[one] = args[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
+from ..tree import Path
 from .programs import RETURNED, Programs, merged_rows
 from .tape import Tape
 from .verdict import Verdict
@@ -26,7 +27,7 @@ class Values:
         readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
             the samples are, or another number that is `given`.
         rows: of these steps the arguments of metrics that are rows of samples, also where a part of one has a number.
-        appends: the steps that append to lists of the module in parts of a batch.
+        appends: the attributes with lists to which parts of a training batch append, see `Verdict`.
         over_ranks: whether other ranks have parts of the batch.
         calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
             names of the values, the rows of this process's part, and its own values.
@@ -35,7 +36,7 @@ class Values:
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
     readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     rows: dict[tuple[str, int], set[Any]] = field(default_factory=dict[tuple[str, int], set[Any]])
-    appends: set[str] = field(default_factory=set[str])
+    appends: set[Path] = field(default_factory=set[Path])
     over_ranks: bool = False
     calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
 
@@ -43,7 +44,7 @@ class Values:
         """Keep what was found of what a step logs, gives metrics, and appends to lists."""
         place = step, loader
         self.programs[place], self.readings[place], self.rows[place] = found.programs, found.readings, found.rows
-        self.appends |= {step} if found.appends else set()
+        self.appends = found.appends or self.appends
 
     def reading(self, step: str, loader: int, name: str) -> str:
         """What the `batch_size` of a value is; `samples` if that is not known."""

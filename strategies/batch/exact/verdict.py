@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..tree import Path
 from .plans import OF_SAMPLES, Plan
 from .programs import Program
 
@@ -31,7 +32,7 @@ class Verdict:
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
         rows: the arguments of metrics that are rows, see `Values`.
-        appends: whether parts of a batch append to lists of the module, in training.
+        appends: the attributes, by path, with lists to which parts append in training, and are joined.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
         outside: those of which a step uses parameters outside of their forward.
         has_changed: whether the step computes otherwise by now; it is known where it was looked at.
@@ -45,7 +46,7 @@ class Verdict:
     unlike: str = ""
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
-    appends: bool = False
+    appends: set[Path] = field(default_factory=set[Path])
     counters: set[str] = field(default_factory=set[str])
     failed: bool = False
     raised: bool = False

@@ -37,12 +37,12 @@ class Read(Net):
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
-        self.num_read = 0
+        self.read = {"times": 0}  # a number would be added up over ranks
         self.own: list[float] = []
 
     def look(self, *_: Any, **__: Any) -> None:
         if self.trainer.is_global_zero:
-            self.num_read += read_all(self.trainer)
+            self.read["times"] += read_all(self.trainer)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
@@ -72,7 +72,7 @@ def _fit(folder: str) -> dict[str, Any]:
     trainer = trainer_of("ddp", num_sanity_val_steps=1, **options)
     trainer.fit(module, loader, loader)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    return {"metrics": metrics, "read": module.num_read, "own": module.own, "log_dir": trainer.log_dir}
+    return {"metrics": metrics, "read": module.read["times"], "own": module.own, "log_dir": trainer.log_dir}
 
 
 def test_rank_0_alone_may_read_everything_everywhere(tmp_path: Any) -> None:

@@ -149,7 +149,7 @@ CORPUS = {
         "GraphClassifier": "equal",  # a batch of a class of the user's, which waits on the host
         "DQN": "equal",  # a stream: its first batch is verified, which waits on the host; whole, for it writes weights
     },
-    "dp": {"FocalByPositives": "equal", "Detection": "equal", "TrainLosses": "exception"},
+    "dp": {"FocalByPositives": "equal", "Detection": "equal", "TrainLosses": "equal"},
     "fsdp": {
         "WideAndDeep": "equal",
         "ClassWeighted": "equal",
