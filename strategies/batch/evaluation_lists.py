@@ -5,9 +5,10 @@
 
 In evaluation ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended.
 Then what the parts of one batch appended becomes one element, as results.py joins it, on the host where there are
-ranks. In training that happens after each step, and the lists of ranks stay their own. As many
-elements as samples, or unequal numbers of them, stay what they are. Of parts of one sample each, numbers, strings, and
-tensors of several rows are samples.
+ranks. In training that happens after each step, and the lists of ranks stay their own.
+
+As many elements as samples, or unequal numbers of them, stay what they are. Of parts of one sample each, numbers,
+strings, and tensors of several rows are samples, unless larger parts have shown otherwise.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -166,9 +167,10 @@ class EvaluationLists:
         for one in (one for added in parts for one in added.get(path, ())):
             batches.setdefault(one.batch, []).append(one)
         join, found = self._join(step, path), [batches[key] for key in sorted(batches)]
+        are_samples = join.are_samples(found)
         if any(part.num > 1 for of_batch in found for part in of_batch):
-            self._are_samples[step, path] = join.are_samples(found)
-        return join.elements(found, self._are_samples.get((step, path), True) and join.are_samples(found))
+            self._are_samples[step, path] = are_samples
+        return join.elements(found, are_samples and self._are_samples.get((step, path), True))
 
     def _join(self, step: str, path: Path) -> Join:
         return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
@@ -191,15 +193,15 @@ class Counters:
     """Numbers, or tensors of them, to which steps of an evaluation add, such as `self.correct += ...`.
 
     Args:
-        names: of attributes and buffers.
+        names: of attributes, each with its module's path.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+    def __init__(self, module: pl.LightningModule, names: Collection[str]) -> None:
         self._module, self._names = module, sorted(names)
         self._first = self._last = self._values()
 
     def _values(self) -> dict[str, Any]:
-        """Copies of what they are; of what is no number any more there is none."""
+        """Copies of what they are."""
         found = {name: vars(self._module.get_submodule(path)).get(key) for name, path, key in self._places()}
         return {name: copied(value) if isinstance(value, Tensor) else value for name, value in found.items()}
 
@@ -219,8 +221,16 @@ class Counters:
         return {name: value - self._first[name] for name, value in self._last.items()}
 
     def put(self, of_ranks: Sequence[dict[str, Any]]) -> None:
-        """Have the module hold what all ranks have added."""
-        self._give({name: sum((one[name] for one in of_ranks), start=own) for name, own in self._first.items()})
+        """Have the module hold what all ranks have added, which is on the host."""
+        found = dict[str, Any]()
+        for name, last in self._last.items():
+            device = last.device if isinstance(last, Tensor) else self._module.device
+            first, *added = (
+                value.to(device) if isinstance(value, Tensor) else value
+                for value in (self._first[name], *(one[name] for one in of_ranks))
+            )
+            found[name] = sum(added, start=first)
+        self._give(found)
 
     def _give(self, values: dict[str, Any]) -> None:
         for name, path, key in self._places():

@@ -47,6 +47,34 @@ def test_ranks_on_an_accelerator_of_its_own_kind_equal_one_cpu() -> None:
         assert (other.weights - expected.weights).abs().max() <= 1e-10
 
 
+class Totals(pl.LightningModule):
+    """Adds a tensor of its device to a number, in steps of evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1).double()
+        self.total: Any = 0
+        self.found: list[Any] = []
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.total += batch[0].sum()
+
+    def on_validation_epoch_end(self) -> None:
+        self.found.append((self.total.device.type, float(self.total)))
+
+
+def _totalled() -> list[Any]:
+    warnings.simplefilter("ignore")
+    module, data = Totals(), TensorDataset(torch.arange(5.0, dtype=torch.float64)[:, None])
+    strategy = DDPStrategy(batch_size_is="global", timeout_s=60)
+    quiet_trainer(strategy, 2, accelerator="late").validate(module, DataLoader(data, 4), verbose=False)
+    return module.found
+
+
+def test_counters_of_ranks_stay_on_their_device() -> None:
+    assert late_device.run_ranks(_totalled, 2) == [[("late", 10.0)]] * 2  # of the last batch one rank has no sample
+
+
 class Rounded(torch.autograd.Function):
     """Has a gradient that no two ranks compute to the last bit, as kernels that add in any order."""
 
