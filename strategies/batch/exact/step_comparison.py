@@ -318,7 +318,8 @@ class StepComparison:
         expected, differing, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
         for last in plans or [OF_SAMPLES]:
             if last.needs_all and self._trial.together:  # its program makes the whole's loss; by chance, perhaps
-                if all(ProgramFinder(whole, more).program(RETURNED) is not None for more in tried.more()):
+                tries = [*tried.more()]  # all of them: ranks must run as many
+                if all(ProgramFinder(whole, more).program(RETURNED) is not None for more in tries):
                     return last, ""
                 continue
             try:
@@ -491,7 +492,7 @@ def _counters(tried: Tried) -> set[str]:
         before: Any = whole.owner.get(whole.key)
         after = [part.written.get(name) for part in tried.parts]
         values = [before, whole.contents, *(before if one is None else one.contents for one in after)]
-        if not (whole.owner.get("_parameters") is None or isinstance(before, nn.Parameter)) and all(
+        if "_parameters" in whole.owner and all(  # of the module's own attributes
             isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) for value in values
         ):
             with suppress(RuntimeError):  # of other shapes

@@ -41,7 +41,7 @@ class Wide(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-        self.rows: Any = None
+        self.rows = dict[str, list[float]]()
         self.seen: list[str] = []
 
     def on_before_zero_grad(self, *_: Any) -> None:
