@@ -31,7 +31,7 @@ from ..loggers import journal
 from . import _position
 from ._callback import Checkpoint
 from ._host_memory import HostMemory
-from ._hparams import EXACT, class_name, restored
+from ._hparams import EXACT, KINDS, class_name
 from ._interval import is_time_over
 from ._loader_state import Resumable, make_resumable, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
@@ -75,8 +75,7 @@ class ExactCheckpoints(_CheckpointConnector):
         fit_loop.resumed = Position()
         if not self._loaded_checkpoint:
             return
-        for owner in (trainer.lightning_module, trainer.datamodule):
-            self._loaded_checkpoint = restored(self._loaded_checkpoint, type(owner))
+        self._loaded_checkpoint.pop(KINDS, None)
         states: dict[Any, Any] = self._loaded_checkpoint.get("callbacks") or {}
         keys: list[Any] = [each.state_key for each in callbacks_of(trainer)]
         for key in keys:

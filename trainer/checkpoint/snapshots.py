@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import stat
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,9 +22,6 @@ logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
-_RUN = "run"
-"""File that names the directory of checkpoints."""
-_DAY_S = 24 * 3600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -77,18 +73,6 @@ def move_to_disk(dirpath: str | Path | None) -> Path | None:
     return on_disk if good else None
 
 
-def discard_forgotten() -> None:
-    """Give back the memory of runs that were killed, and whose directories are gone, so that they can't be resumed.
-
-    A directory that is not seen here may belong to a container with the same memory: its run has written of late.
-    """
-    for named in filter(lambda file: _is_own(file.parent), MEMORY.glob(f"evener-{os.getuid()}-*/{_RUN}")):
-        with suppress(OSError):  # another run gives back its own meanwhile
-            last = max(path.stat().st_mtime for path in named.parent.iterdir())
-            if not Path(os.fsdecode(named.read_bytes())).exists() and time.time() - last > _DAY_S:
-                shutil.rmtree(named.parent, ignore_errors=True)
-
-
 def discard(dirpath: str | Path) -> None:
     """Give the memory back."""
     if _is_own(directory := directory_in_memory(dirpath)):
@@ -123,10 +107,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
                 f"checkpoint: {directory} belongs to another user, or is open to others. Remove it, or set "
                 "snapshot_every_n_steps to null."
             )
-        Path(dirpath).mkdir(parents=True, exist_ok=True)
-        (directory / _RUN).write_bytes(os.fsencode(os.path.abspath(dirpath)))
         remove_leftovers(directory)
-        discard_forgotten()
 
     def mark(self, trainer: pl.Trainer) -> None:
         """Note, after a step, whether a snapshot is due between this batch and the next."""

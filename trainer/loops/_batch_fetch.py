@@ -1,8 +1,7 @@
 """Fetch a batch and move it to the device, in the common case at the cost of a hand-written loop."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
@@ -15,10 +14,7 @@ from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
 from ...strategies.data.torch_loader import next_of
-from .explained_errors import refuse_of_users
 from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, may_be_lean, overridden
-
-_T = TypeVar("_T")
 
 
 def may_read_lean(trainer: Any, fetcher: Any) -> bool:
@@ -27,20 +23,6 @@ def may_read_lean(trainer: Any, fetcher: Any) -> bool:
     if is_lean:
         fetcher._start_profiler = fetcher._stop_profiler = fetchers._profile_nothing
     return is_lean and not isinstance(fetcher, _DataLoaderIterDataFetcher)
-
-
-def only_loaders_end(method: Callable[..., _T]) -> Callable[..., _T]:
-    """Have a loop's method raise StopIteration only where its loader has ended, or a hook asked to skip the rest."""
-
-    @wraps(method)
-    def call(*args: Any) -> _T:
-        try:
-            return method(*args)
-        except StopIteration as exc:
-            refuse_of_users(exc)
-            raise
-
-    return call
 
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -29,7 +29,7 @@ from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ..checkpoint import Resumable, make_resumable
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, batch_mover, may_read_lean, only_loaders_end, to_cpu
+from ._batch_fetch import OneLoader, batch_mover, may_read_lean, to_cpu
 from .hook_plan import HookPlan
 
 
@@ -294,7 +294,6 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
         vars(self._results).pop("ranks", None)  # by now each may have whole batches
 
     @override
-    @only_loaders_end
     def _evaluation_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:
@@ -349,7 +348,6 @@ class LeanPredictionLoop(PlannedLoop, _PredictionLoop):
     """Prediction."""
 
     @override
-    @only_loaders_end
     def _predict_step(
         self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Iterator[Any] | None
     ) -> None:

@@ -1,8 +1,6 @@
 """Explain errors of torch that name neither the module nor what to change."""
 
 import re
-import traceback
-from pathlib import Path
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -10,7 +8,6 @@ import torch
 
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.devices import is_out_of_memory, memory_bytes, peak_memory_bytes
-from ...strategies.core.files import is_library
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
@@ -49,26 +46,6 @@ def explain(trainer: pl.Trainer, exc: RuntimeError | ValueError) -> None:
     for words, advice in _ADVICE.items():
         if words in str(exc):
             exc.args = (f"{advice} ({exc}).",)
-
-
-def refuse_of_users(exc: StopIteration) -> None:
-    """Refuse a StopIteration of the user's code, which the loop would take for the end of its loader.
-
-    The epoch would end there without a word. A step that asks the loader itself may raise it.
-    """
-    where = ""
-    for frame, line in traceback.walk_tb(exc.__traceback__):
-        code = frame.f_code
-        if not is_library(code.co_filename):
-            if "dataloader_iter" in code.co_varnames[: code.co_argcount]:  # a step that asks the loader itself
-                return
-            where = f"{code.co_name} raised StopIteration at {Path(code.co_filename).name}:{line}"
-        elif not where and code.co_name == "__next__":
-            return
-    if where:
-        raise RuntimeError(
-            f"{where}, which would end the epoch without a word. Give next() a default, or begin the iterator again."
-        ) from exc
 
 
 def _out_of_memory(trainer: pl.Trainer, exc: RuntimeError) -> str:

@@ -210,10 +210,20 @@ class HookPlan:
         return output
 
     def call_as(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function so that `self.log` treats it as the hook `name`."""
+        """Call a function so that `self.log` treats it as the hook `name`.
+
+        Raises:
+            RuntimeError: it has raised StopIteration, which the loop would take for the end of its loader.
+        """
         before = self.state["_current_fx_name"]
         self.state["_current_fx_name"] = name
-        output = function(*args, **kwargs)
+        try:
+            output = function(*args, **kwargs)
+        except StopIteration as exc:
+            raise RuntimeError(
+                f"{name} raised StopIteration, which would end the epoch without a word. Give next() a default, or "
+                "begin the iterator again."
+            ) from exc
         self.state["_current_fx_name"] = before
         return output
 

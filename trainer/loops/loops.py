@@ -24,7 +24,7 @@ from ...strategies.registry import ranks_of
 from ..checkpoint.clean_points import ResumingFitLoop
 from ..logging.connector import LeanLoggerConnector
 from ..logging.results import LeanResults
-from ._batch_fetch import OneLoader, may_read_lean, only_loaders_end
+from ._batch_fetch import OneLoader, may_read_lean
 from ._train_step import TrainStep
 from .accumulation import AccumulatingOptimization
 from .evaluation_loops import LeanEvaluationLoop, ValidationStopped
@@ -43,8 +43,6 @@ class LeanFitLoop(ResumingFitLoop):
     """The loop over epochs."""
 
     _batches_before = 0
-    on_advance_start = only_loaders_end(ResumingFitLoop.on_advance_start)
-    on_advance_end = only_loaders_end(ResumingFitLoop.on_advance_end)
 
     @override
     def on_run_start(self) -> None:
@@ -165,7 +163,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         else:
             sections.step(partial(self._take_batch, data_fetcher))
 
-    @only_loaders_end
     def _take_batch(self, data_fetcher: _DataFetcher) -> None:
         fit_loop: Any = self.trainer.fit_loop
         # before the first batch of an epoch a run can't be resumed exactly
@@ -268,7 +265,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         self._fit_loop.in_section(partial(self._end_advance, data_fetcher), counts=False)
 
-    @only_loaders_end
     def _end_advance(self, data_fetcher: _DataFetcher) -> None:
         if self._stop is not None:
             self._agree_to_end(self._stop)

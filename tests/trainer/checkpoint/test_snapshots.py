@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -112,7 +111,7 @@ def test_the_snapshot_before_is_whole_while_the_next_is_written(
     temporary_for(memory).touch()  # as a process leaves it that is killed
     fail(tmp_path, 19, 3, memory)
     assert read(memory)["global_step"] == 12
-    assert {path.name for path in memory.parent.iterdir()} == {"snapshot.ckpt", "run"}
+    assert {path.name for path in memory.parent.iterdir()} == {"snapshot.ckpt"}
     resumed = fit(tmp_path, None, memory)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
 
@@ -160,23 +159,6 @@ def test_a_foreign_directory_in_memory_is_told_and_nothing_in_it_is_read_or_remo
     assert f"{own[0]} is passed over" in caplog.text
     assert [len(list(path.iterdir())) for path in own] == [2, 2]
     fit(run)
-
-
-def test_what_killed_runs_left_is_given_back_once_nobody_can_resume_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Runs that were killed, with their launcher, left their memory occupied for good.
-    monkeypatch.setattr(snapshots, "MEMORY", tmp_path)
-    for name in ("kept", "gone", "of another container"):
-        fail(tmp_path / name, 3, 2)
-        for path in directory_in_memory(tmp_path / name).iterdir() if name != "of another container" else ():
-            os.utime(path, (0, 0))
-    for name in ("gone", "of another container"):
-        shutil.rmtree(tmp_path / name)
-    fit(tmp_path / "next", every=2)
-    assert saved_in_memory(tmp_path / "kept") is not None
-    assert saved_in_memory(tmp_path / "of another container") is not None, "it has written within a day"
-    assert not directory_in_memory(tmp_path / "gone").exists()
 
 
 @pytest.mark.long

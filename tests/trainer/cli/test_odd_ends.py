@@ -87,8 +87,8 @@ GROUP = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has n
         ("exit 3", 3, "SystemExit: 3"),
         ("exit 0", 1, "SystemExit: 0"),
         ("exit text", 1, "SystemExit: seen enough"),
-        ("StopIteration", 1, "RuntimeError: misbehave raised StopIteration at odd.py:29, which would end the epoch "
-         "without a word. Give next() a default, or begin the iterator again."),
+        ("StopIteration", 1, "RuntimeError: training_step raised StopIteration, which would end the epoch without a "
+         "word. Give next() a default, or begin the iterator again."),
     ],
 )  # fmt: skip
 def test_what_ends_a_step_is_told_with_the_users_frames(
