@@ -50,6 +50,8 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
     num_ranks = environment.world_size()
     if num_ranks == 1:
         return
+    if os.environ.get("EVENER_SECRET"):
+        raise ConfigError("EVENER_SECRET is set, but ranks no longer sign what they write. Unset it.")
     by_hand = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" in os.environ
     if by_hand and not all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise ConfigError(

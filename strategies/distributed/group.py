@@ -23,8 +23,7 @@ from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from .process_exit import give_up_groups, leave_group
-from .signed_store import secret_check, signed
-from .store import RANK_FAILED, RankError, another_connection, attempt, base_store, meet, root_store
+from .store import RANK_FAILED, RankError, another_connection, base_store, meet, root_store
 
 _num_runs = 0
 SAME_ORDER = "All ranks must reach the same places in the same order."
@@ -77,11 +76,9 @@ class RankGroup:
         self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
         self._num_waits = 0
         _num_runs += not name
-        scope = f"run/{_num_runs}{name}"
         self._root_store = root_store(environment, self.timeout_s, num_nodes)
-        self._store = signed(PrefixStore(scope, self._root_store), scope, attempt())
-        verify_secret = secret_check(self._root_store, rank, [0] if rank else range(1, num_ranks))
-        _, missing = meet(self._store, "joined", rank, num_ranks, "", self.timeout_s, verify_secret)
+        self._store = PrefixStore(f"run/{_num_runs}{name}", self._root_store)
+        _, missing = meet(self._store, "joined", rank, num_ranks, "", self.timeout_s)
         if missing:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             raise RankError(

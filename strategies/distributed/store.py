@@ -1,7 +1,6 @@
 """Open, wait on, watch and leave the key-value store that all ranks share."""
 
 import json
-import logging
 import math
 import os
 import socket
@@ -20,9 +19,6 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..core.errors import ConfigError
 from .environment import verify_started
-from .signed_store import SECRET, announce
-
-logger = logging.getLogger(__name__)
 
 RANK_FAILED = threading.Event()
 """Set in every rank once any of them has failed or gone: nobody is left to agree with on when to stop."""
@@ -70,15 +66,8 @@ def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int
     if _own is None:
         verify_started(environment, num_nodes)
         rank, place = environment.global_rank(), (environment.main_address, environment.main_port)
-        if rank == 0 and (num_nodes or 1) > 1 and not os.environ.get(SECRET):
-            logger.warning(
-                "The store at %s:%s takes anybody who reaches it for a rank. Set %s to the same random text on all "
-                "machines, and let the network keep others out (docs/ddp.md).", *place, SECRET,
-            )  # fmt: skip
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
-        store: Any = _open_store(*place, rank, timeout_s)
-        announce(PrefixStore(f"evener/{attempt()}", store), rank)
-        _own = _OwnStore(store, rank, environment.world_size(), place)
+        _own = _OwnStore(_open_store(*place, rank, timeout_s), rank, environment.world_size(), place)
     if timeout_s < _own.deadline_s:
         _own.deadline_s = timeout_s
         _bound_reads(_own)

@@ -19,10 +19,8 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElas
 from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ...strategies import ConfigError
-from ...strategies.distributed.signed_store import secret_check, signed
 from ...strategies.distributed.store import (
     RankError,
-    attempt,
     base_store,
     is_hosted_by_agent,
     leave_store,
@@ -52,9 +50,8 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
     """Wait for the next job's configuration; None if there are no more jobs, a RankError if rank 0 has exited."""
     global _num_jobs
     store = _jobs(cluster)
-    verify_secret = secret_check(root_store(cluster, START_TIMEOUT_S), cluster.global_rank(), [0])
     try:
-        while verify_secret() or not store.check([f"job/{_num_jobs}"]):
+        while not store.check([f"job/{_num_jobs}"]):
             time.sleep(POLL_S)
         text = store.get(f"job/{_num_jobs}").decode()
     except DistNetworkError as exc:
@@ -76,7 +73,7 @@ def leave(cluster: ClusterEnvironment) -> None:
 
 def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
     """What rank 0 hands out, of this attempt."""
-    return signed(root_store(cluster, START_TIMEOUT_S, num_nodes), "jobs", attempt())
+    return PrefixStore("jobs", root_store(cluster, START_TIMEOUT_S, num_nodes))
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
@@ -89,7 +86,7 @@ def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
 
 def _runs(cluster: ClusterEnvironment) -> Store:
     """The entries that survive a restart if the launcher hosts the store."""
-    return signed(PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S)), "runs")
+    return PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S))
 
 
 _RANGE = re.compile(r"num_nodes=['\"]?(\d+):(\d+)['\"]?")

@@ -27,6 +27,7 @@ NO_SRUN = r"SLURM_NTASKS=2 is set, but srun has not started.*unset SLURM_NTASKS"
     ("variables", "nodes", "refused"),
     [
         ({"LOCAL_RANK": "0"}, [1], r"LOCAL_RANK=0 is set.*taken for one of 2.*Unset LOCAL_RANK"),
+        ({"EVENER_SECRET": "a"}, [1], "EVENER_SECRET is set, but ranks no longer sign"),
         (ELSEWHERE, [1], NOT_HERE),
         (ELSEWHERE | OF_TORCHRUN, [], NOT_HERE),
         (ELSEWHERE, [2], ""),
