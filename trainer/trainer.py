@@ -5,9 +5,7 @@ import logging
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import wraps
-from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -15,15 +13,12 @@ import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
-from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.loggers import Logger
-from pytorch_lightning.profilers import Profiler
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import SIGTERMException
-from typing_extensions import TypedDict, Unpack, override
+from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.core.devices import for_lightning, give_devices
@@ -113,51 +108,6 @@ _CHOSEN_BY_LIGHTNING: dict[type, str] = {
 """Lightning's choices for `strategy="auto"` and the strategies of this project that replace them."""
 
 
-class TrainerArguments(TypedDict, total=False):
-    """The arguments of Lightning's Trainer, for type checkers; a test compares the names with Lightning's."""
-
-    accelerator: str | Accelerator
-    devices: list[int] | list[str] | str | int
-    num_nodes: int
-    precision: Literal[64, 32, 16] | str | None
-    logger: Logger | Iterable[Logger] | bool | None
-    callbacks: list[pl.Callback] | pl.Callback | None
-    fast_dev_run: int | bool
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: str | timedelta | dict[str, int] | None
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    overfit_batches: int | float
-    val_check_interval: int | float | str | timedelta | dict[str, int] | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int | None
-    log_every_n_steps: int | None
-    enable_checkpointing: bool | None
-    enable_progress_bar: bool | None
-    enable_model_summary: bool | None
-    accumulate_grad_batches: int
-    gradient_clip_val: int | float | None
-    gradient_clip_algorithm: str | None
-    deterministic: bool | Literal["warn"] | None
-    benchmark: bool | None
-    inference_mode: bool
-    use_distributed_sampler: bool
-    profiler: Profiler | str | None
-    detect_anomaly: bool
-    barebones: bool
-    plugins: Any
-    sync_batchnorm: bool
-    reload_dataloaders_every_n_epochs: int
-    default_root_dir: str | Path | None
-    enable_autolog_hparams: bool
-    model_registry: str | None
-
-
 class Trainer(pl.Trainer):
     """`pytorch_lightning.Trainer` with loops of low overhead that also accepts this project's strategies.
 
@@ -183,7 +133,7 @@ class Trainer(pl.Trainer):
         exact_accumulation: bool = False,
         detect_nonfinite: OnNonFinite = "off",
         lean: bool | None = None,
-        **kwargs: Unpack[TrainerArguments],
+        **kwargs: Any,
     ) -> None:
         given: dict[str, Any] = {**kwargs}
         verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")

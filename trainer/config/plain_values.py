@@ -96,6 +96,7 @@ GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
     "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
+    "evener.trainer.profiler.TraceProfiler": "Give trainer.profiler=pytorch, or debug=trace.",
     "evener.trainer.callbacks.ModuleSummary": "Give pytorch_lightning.callbacks.ModelSummary.",
 } | {f"strategy.{name}": advice for name, advice in GONE_OPTIONS.items()}
 """Options and classes of earlier versions, and what to do without them."""

@@ -170,7 +170,7 @@ def layout(monitor: str | None) -> Layout:
         "Loss and metrics": {"loss": not_ours + ".*loss", "metrics": not_ours + "(?!.*loss)", **exactly},
         "Speed": {
             "samples per second": "speed/samples_per_s$",
-            "step time in ms": "speed/(step|compute|data_wait|communication)_ms$",
+            "step time in ms": "speed/(step|data_wait)_ms$",
         },
         "Devices": {
             "share of the batch": r"balance/share_\d+$",

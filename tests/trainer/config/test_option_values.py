@@ -1,10 +1,8 @@
 """Values that no option can have are refused before anything is built, in one sentence that says what is allowed."""
 
 import errno
-import inspect
-import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import pytorch_lightning as pl
@@ -14,7 +12,6 @@ from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.core.devices import resolve_devices
 from evener.strategies.distributed.options import verify_backend
 from evener.strategies.pipeline.options import StageOptions
-from evener.trainer import Trainer
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, prepare, train
 from evener.trainer.config.checks import annotations, instantiate, verify_config, verify_nested, verify_options
@@ -74,11 +71,6 @@ class Theirs(pl.LightningModule):
 
 def test_what_others_annotate_is_theirs() -> None:
     verify_options("module", {"width": "wider"}, Theirs)
-
-
-def test_typed_names_of_the_trainer_are_those_of_lightnings_and_ours() -> None:
-    typed = get_type_hints(sys.modules[Trainer.__module__].TrainerArguments)
-    assert set(typed) == set(inspect.signature(pl.Trainer.__init__).parameters) - {"self", "strategy"}
 
 
 @pytest.mark.parametrize(
