@@ -14,7 +14,6 @@ from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .registry import STRATEGIES
-from .replicas.functional import data_parallel, gather, parallel_apply, replicate, scatter
 from .single_device import SingleDeviceStrategy
 
 __all__ = [
@@ -29,9 +28,4 @@ __all__ = [
     "FSDPStrategy",
     "ModelParallelStrategy",
     "SingleDeviceStrategy",
-    "data_parallel",
-    "gather",
-    "parallel_apply",
-    "replicate",
-    "scatter",
 ]

@@ -72,11 +72,6 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if self.model_parallel_size > 1:
-            raise ConfigError(
-                f"balanced_dp: model_parallel_size={self.model_parallel_size} was given, but only dp cuts its replicas "
-                "into stages. Set model_parallel_size=1, or choose strategy=dp."
-            )
         if gpu0_chunk is not None and weights is not None:
             raise ConfigError(
                 f"balanced_dp: gpu0_chunk={gpu0_chunk} and weights={weights} were both given. Give one of them."

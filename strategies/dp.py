@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytorch_lightning as pl
-import torch
 from typing_extensions import override
 
 from .batch.batch_dims import BatchDims
@@ -11,12 +10,10 @@ from .batch.layout import Layout, SingleLayout, drop_layout
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
 from .batch.whole.whole_steps import OrWhole
-from .core.errors import ConfigError, verify_submodules
-from .core.options import Count, checked
+from .core.errors import verify_submodules
+from .core.options import checked
 from .core.types import Device
-from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
-from .pipeline.stages import Stages
 from .replicas.layout import ReplicaLayout, ReplicaOptions
 
 
@@ -36,7 +33,6 @@ class DataParallelStrategy(OneProcessStrategy):
             whole module.
         threads: run replicas in threads; None does so if a device is an accelerator.
         batch_dims: which dimensions of the batch are samples, by path, where that can't be found out.
-        model_parallel_size: number of devices of each replica, which is cut across them into stages.
         recompute: parts of the module whose activations are computed once more in the backward pass: `never`,
             `always`, `except_last`, or names of submodules.
         verify: as in `DDPStrategy`.
@@ -57,7 +53,6 @@ class DataParallelStrategy(OneProcessStrategy):
         submodule: str | None = None,
         threads: bool | None = None,
         batch_dims: BatchDims | None = None,
-        model_parallel_size: Count = 1,
         recompute: RecomputeOption = "never",
         verify: bool = True,
         global_view: OrWhole = "auto",
@@ -65,21 +60,16 @@ class DataParallelStrategy(OneProcessStrategy):
         super().__init__(devices, batch_dims, verify, global_view)
         self.replica_options = ReplicaOptions(self.strategy_name, "strategy=ddp", submodule, threads)
         self.policy: Policy = Even()
-        self.model_parallel_size = model_parallel_size
         self.recompute = Recompute(recompute, self.strategy_name)
 
     @override
     def new_layout(self) -> Layout:
-        devices, size = self.process_devices, self.model_parallel_size
-        if size > 1:
-            stages = Stages(devices[:size], StageOptions(output_device="first"))
-            return ReplicaLayout(devices, self.replica_options, self.policy, size, stages)
+        devices = self.process_devices
         return SingleLayout(devices) if len(devices) == 1 else ReplicaLayout(devices, self.replica_options, self.policy)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        verify_blocks(self.process_devices, self.model_parallel_size)
-        self.policy.verify(len(self.process_devices) // self.model_parallel_size, self.strategy_name)
+        self.policy.verify(len(self.process_devices), self.strategy_name)
         if self.replica_options.submodule is not None:
             option, name = f"{self.strategy_name}: submodule", self.replica_options.submodule
             verify_submodules(option, [name], trainer.lightning_module)
@@ -93,19 +83,3 @@ class DataParallelStrategy(OneProcessStrategy):
     def teardown(self) -> None:
         super().teardown()
         self.recompute.end()
-
-
-def verify_blocks(devices: list[torch.device], size: int) -> None:
-    """Refuse devices that don't divide into replicas of stages."""
-    if len(devices) % size:
-        raise ConfigError(
-            f"dp: {len(devices)} devices don't divide into replicas of model_parallel_size={size} devices. Give a "
-            "multiple of it."
-        )
-    first, *others = (devices[i : i + size] for i in range(0, len(devices), size))
-    for block in others:
-        if len(set(zip(first, block, strict=True))) > len(set(first)):
-            raise ConfigError(
-                f"dp: the first replica repeats a device where another has two: {', '.join(map(str, devices))}. Give "
-                "every replica different devices, or repeat one in all of them."
-            )

@@ -51,9 +51,18 @@ _RENAMED = {"verify_loss": "verify"}
 GONE = {
     "copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
     "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
+    "model_parallel_size": "Choose strategy=ddp_model_parallel, whose ranks are cut into stages.",
+    "objective": "Leave it out: shares are measured by time; give strategy.weights for others.",
+    "overlap": "Leave it out: micro-batches are launched in the schedule's order.",
+    "profile_activations": "Leave it out: set balance=time, or name the cut (partition).",
     "shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
 }
 """Options of earlier versions, and what to do without them."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "model_parallel_size": (1,), "objective": ("time",), "overlap": (None, "launch"), "profile_activations": (False,),
+}  # fmt: skip
+"""Values of these that configurations hold, and that mean what is done without them."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -83,7 +92,8 @@ def checked(init: Init) -> Init:
         for name in GONE.keys() & options.keys():
             if any(name in inspect.signature(kind.__init__).parameters for kind in type(self).__mro__):
                 continue
-            raise ConfigError(f"{before}: {name} is no longer there. {GONE[name]}")
+            if options.pop(name) not in HARMLESS.get(name, ()):
+                raise ConfigError(f"{before}: {name} is no longer there. {GONE[name]}")
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")
         init(self, *args, **options)

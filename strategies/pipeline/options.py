@@ -25,7 +25,6 @@ class StageOptions(Options):
         num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
         schedule: order of the micro-batches on each stage. `1f1b` keeps the activations of at most as many of them as
             there are stages; `gpipe` keeps those of all.
-        overlap: None or `launch`, which mean the same: micro-batches are launched in the schedule's order.
         output_device: device of the batch, the module's outputs and the loss: `last` is the device of the module's last
             part (logits stay where they are computed), `first` the root device.
         optimizer_copies: tensors of a parameter's size that the optimizer keeps per trainable parameter: Adam 2, SGD
@@ -33,7 +32,6 @@ class StageOptions(Options):
         balance: what `auto` balances: `memory`, or `time`: parts are timed in the first steps, and the cut moves once.
         device_weights: relative capacities of unequal devices, one per stage, in what is balanced: memory or speed.
             None takes them for equal.
-        profile_activations: False; activations are no longer counted.
         deterministic: whether every run must be the same, so that no cut is measured (`balance=time`). None follows
             `torch.use_deterministic_algorithms` (`Trainer(deterministic=True)`).
 
@@ -44,14 +42,10 @@ class StageOptions(Options):
     partition: Annotated[Partition, Advice("A list names the first module of each stage after stage 0.")] = "auto"
     num_microbatches: Count = 1
     schedule: ScheduleName = "1f1b"
-    overlap: Annotated[Literal["launch"] | None, Advice("Stages no longer run in threads: leave it out.")] = None
     output_device: Literal["last", "first"] = "last"
     optimizer_copies: NotNegative = 2
     balance: Literal["memory", "time"] = "memory"
     device_weights: Sequence[Positive] | None = None
-    profile_activations: Annotated[
-        Literal[False], Advice("Activations are no longer counted: set balance=time, or name the cut (partition).")
-    ] = False
     deterministic: bool | None = None
 
     @override

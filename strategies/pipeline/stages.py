@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,6 @@ class BatchTensors:
 class _OnThread(threading.local):
     """What a thread is at."""
 
-    devices: list[torch.device] | None = None
     enter: Callable[[int], None] | None = None
     stage: int = 0
     batch = BatchTensors(None)
@@ -173,14 +172,10 @@ class Stages:
         placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
         return [name for name in self.plan.stage_of if name in placed]
 
-    def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
-        """Move inputs of this thread to other devices inside the block, on which a copy of the module may be."""
-        return replaced(self._on_thread, "devices", list(devices))
-
     def begin(self) -> None:
         """Let tensors of several stages meet, until `remove`: in steps, in hooks, in optimizers."""
         if self._mixed is None and len(set(self.devices)) > 1:
-            self._mixed = MixedDevices(lambda: self._on_thread.devices or self.devices, self._moved)
+            self._mixed = MixedDevices(lambda: self.devices, self._moved)
             self._mixed.begin()
 
     def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -256,7 +251,7 @@ class Stages:
         return tree_unflatten(leaves, spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        device = (self._on_thread.devices or self.devices)[stage]
+        device = self.devices[stage]
         # before the step gives way: what others queue meanwhile is nothing that these copies wait for
         moved, arrivals = self._cross(device, tensors)
         here = self._on_thread

@@ -1,5 +1,5 @@
 """Copies of a module on several devices of one process.
 
-Exports: layout, runner, replicas, measurement, functional (the public primitives).
+Exports: layout, runner, replicas, measurement.
 May import: core, batch.
 """

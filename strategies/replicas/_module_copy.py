@@ -8,7 +8,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
@@ -18,14 +18,14 @@ from torchmetrics import Metric, MetricCollection
 
 from ..core.module_checks import is_compiler
 from ..core.patching import HOOKS, Replacement
+from ._parameter_copies import Gate, copied
 
 
 class ModuleCopy:
     """A copy of a module on a device.
 
     Args:
-        new_parameter: makes the copy of a parameter on a device.
-        places: devices of the copy by the root's, where the root is on several.
+        gate: of the copies of its parameters.
 
     Attributes:
         module: the copy. Metrics and collections of torchmetrics in it are the root's, see `batch/part_metrics.py`.
@@ -36,12 +36,9 @@ class ModuleCopy:
         root: nn.Module,
         root_device: torch.device,
         device: torch.device,
-        new_parameter: Callable[[Tensor, torch.device], Tensor],
-        places: Mapping[torch.device, torch.device] | None = None,
+        gate: Gate,
     ) -> None:
-        self.device = device
-        self._places = dict(places or {root_device: device})
-        self._new_parameter = new_parameter
+        self.device, self._root_device, self._gate = device, root_device, gate
         self._copies: dict[int, tuple[Any, Any]] = {}  # keeps the originals alive, so that no id is reused
         self._open: set[int] = set()
         with torch.inference_mode(False), torch.no_grad():
@@ -73,10 +70,11 @@ class ModuleCopy:
     def copy_tensor(self, original: Tensor) -> Tensor:
         """Copy a parameter or buffer to the device; the same tensor always gets the same copy."""
         if id(original) not in self._copies:
-            is_parameter = isinstance(original, nn.Parameter)
-            place = self._places.get(original.device, self.device)
-            made = self._new_parameter(original, place) if is_parameter else original.detach().to(place, copy=True)
-            self._copies[id(original)] = (original, made)
+            if isinstance(original, nn.Parameter):
+                made = copied(original, self.device, self._gate)
+            else:
+                made = original.detach().to(self.device, copy=True)
+            self._copies[id(original)] = original, made
         return self._copies[id(original)][1]
 
     def _copy_module(self, root: nn.Module) -> nn.Module:
@@ -117,8 +115,8 @@ class ModuleCopy:
         if isinstance(value, nn.Module) and self._is_of_root(value):
             return self._copy_module(value)
         if isinstance(value, Tensor):
-            place = self._places.get(value.device, value.device)
-            return value if place == value.device else value.detach().to(place)
+            stays = value.device != self._root_device or value.device == self.device
+            return value if stays else value.detach().to(self.device)
         translate = _TRANSLATORS.get(type(value))
         if translate is None or id(value) in self._open:
             return value

@@ -96,19 +96,14 @@ def follow(
         one_by_one: whether each parameter has a node of its own, so that it takes part in a backward pass only if the
             loss depends on it; where a bundle of them takes part, some may get no gradient, and stay as they are.
     """
-    groups: dict[torch.device, list[int]] = {}
-    for i, parameter in enumerate(parameters):
-        for own in copies:
-            own[i].detach_()
-        if parameter.requires_grad:
-            groups.setdefault(parameter.device, []).append(i)
-    for group in groups.values():
-        # hooks would be called with None
-        alone = [i for i in group if one_by_one or parameters[i]._backward_hooks]
-        others = [i for i in group if i not in alone]
-        bundles = buckets([parameters[i] for i in others], BUCKET_BYTES)
-        for numbers in (*([i] for i in alone), *([others[place] for place in bundle] for bundle in bundles)):
-            _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], gate)
+    for copy in (copy for own in copies for copy in own):
+        copy.detach_()
+    trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
+    alone = [i for i in trained if one_by_one or parameters[i]._backward_hooks]  # hooks would be called with None
+    others = [i for i in trained if i not in alone]
+    bundles = buckets([parameters[i] for i in others], BUCKET_BYTES)
+    for numbers in (*([i] for i in alone), *([others[place] for place in bundle] for bundle in bundles)):
+        _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], gate)
 
 
 def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], gate: Gate) -> None:

@@ -1,7 +1,7 @@
 """Lay a module out as replicas: a copy per device of the process, every batch cut among them."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from ..core.module_checks import (
 )
 from ..core.patching import Replacement
 from ..core.types import Batch, Chunk
-from .runner import CutsReplicas, ReplicaRunner
+from .runner import ReplicaRunner
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,16 @@ class ReplicaLayout(PartsLayout):
     Args:
         devices: one per replica, the root device first; they may repeat and mix.
         policy: computes the samples per replica.
-        size: number of devices of a replica.
-        stages: cuts a replica across its devices; None for one device.
     """
 
     devices: list[torch.device]
     options: ReplicaOptions = field(default_factory=ReplicaOptions)
     policy: Policy = field(default_factory=Even)
-    size: int = 1
-    stages: CutsReplicas | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.strategy = self.options.strategy
-        self.blocks = [self.devices[i : i + self.size] for i in range(0, len(self.devices), self.size)]
-        self.num_parts = len(self.blocks)
+        self.num_parts = len(self.devices)
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
         self._runner: ReplicaRunner | None = None
@@ -147,29 +142,18 @@ class ReplicaLayout(PartsLayout):
             )
 
     @override
-    def creating(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stages is None else torch.device("cpu")
-
-    @override
-    def place(self, module: pl.LightningModule) -> None:
-        super().place(module) if self.stages is None else self.stages.place(module)
-
-    @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         module, options = trainer.lightning_module, self.options
         super().begin(trainer, structures)
-        if self.stages is not None:
-            self.stages.begin()
-        elif len(set(self.devices)) > 1:  # what replicas leave behind meets on the root device
+        if len(set(self.devices)) > 1:  # what replicas leave behind meets on the root device
             self._mixed = MixedDevices(lambda: self.devices[::-1], stays=True)
             self._mixed.begin()
         part = module if options.submodule is None else module.get_submodule(options.submodule)
         verify_unscripted(part)
         root_call = None if part is module else part.forward
         self._runner = ReplicaRunner(
-            part, [block[0] for block in self.blocks], options.threads, options.strategy, root_call, structures.lists,
-            self.blocks if self.size > 1 else (), self.stages, options.one_by_one,
-        )  # fmt: skip
+            part, self.devices, options.threads, options.strategy, root_call, structures.lists, options.one_by_one
+        )
         if part is not module:
             inputs = structures.of_inputs(type(part).__name__)
             self._forward = Replacement(part, "forward", partial(self._run_submodule, inputs))
@@ -197,8 +181,6 @@ class ReplicaLayout(PartsLayout):
             self._mixed.end()
         if self._runner is not None:
             self._runner.close()
-        if self.stages is not None:
-            self.stages.remove()
         self._runner = self._forward = self._mixed = None
 
     @override
@@ -213,9 +195,8 @@ class ReplicaLayout(PartsLayout):
         """Run a step on the first replica, on the whole batch."""
         args = move_data_to_device(args, self.devices[0])  # it may wait on the host
         is_evaluated = name in ("validation_step", "test_step")
-        block = nullcontext() if self.stages is None else self.stages.on_devices(self.blocks[0])
         lists = partial(self.structures.lists.of_replicas, self.logs.modules[:1], [0], [1])
-        with block, lists() if is_evaluated else nullcontext():
+        with lists() if is_evaluated else nullcontext():
             output = getattr(self._module, name)(*args, **kwargs)
         if name == "training_step":
             output = ended(self._module, output)

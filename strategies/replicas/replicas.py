@@ -16,7 +16,6 @@ whole batches (`batch/exact/trial.py`).
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..core.devices import broadcast_coalesced
 from ..core.module_checks import recompute_weights
 from ..core.patching import HOOKS
 from ._module_copy import ModuleCopy, plain_modules
-from ._parameter_copies import Gate, copied, follow
+from ._parameter_copies import Gate, follow
 
 
 class Replicas:
@@ -37,7 +36,6 @@ class Replicas:
     Args:
         root: the module, on `devices[0]`.
         devices: one per replica; they may repeat and mix.
-        blocks: the devices of each replica, where the root's tensors are on several.
         one_by_one: see `_parameter_copies.py`.
 
     Attributes:
@@ -45,16 +43,9 @@ class Replicas:
         num_copied_parameters: parameters copied since the replicas were made, each counted once per device.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        devices: Sequence[torch.device],
-        blocks: Sequence[Sequence[torch.device]] = (),
-        one_by_one: bool = False,
-    ) -> None:
+    def __init__(self, root: nn.Module, devices: Sequence[torch.device], one_by_one: bool = False) -> None:
         self.root, self.devices = root, list(devices)
         self.gate, self._one_by_one = Gate(), one_by_one
-        self._places = [dict(zip(blocks[0], block, strict=True)) for block in blocks[1:]] or [None] * len(devices[1:])
         self.num_copied_parameters = 0
         self._make()
 
@@ -103,11 +94,7 @@ class Replicas:
         recompute_weights(self.root)
 
     def _make(self) -> None:
-        new_parameter = partial(copied, gate=self.gate)
-        self._copies = [
-            ModuleCopy(self.root, self.devices[0], device, new_parameter, places)
-            for device, places in zip(self.devices[1:], self._places, strict=True)
-        ]
+        self._copies = [ModuleCopy(self.root, self.devices[0], device, self.gate) for device in self.devices[1:]]
         self._modules = plain_modules(self.root)
         self._registries = [one for module in self._modules for one in (module._modules, module._parameters)]
         self._registered = self._read_registered()
@@ -180,13 +167,9 @@ class Replicas:
 
 
 def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors to the replicas, those of one device together; a module that is not cut into stages is on one."""
-    groups: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(sources):
-        groups.setdefault(tensor.device, []).append(i)
+    """Copy tensors to the replicas."""
     with torch.inference_mode(False), torch.no_grad():
-        for group in groups.values():
-            broadcast_coalesced([sources[i] for i in group], [[target[i] for i in group] for target in targets])
+        broadcast_coalesced(sources, targets)
 
 
 def _version(tensor: Tensor) -> int:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from pytorch_lightning import LightningModule
 from torch import nn
 
 from ..batch.evaluation_lists import EvaluationLists
@@ -30,23 +29,6 @@ _COMPILATIONS = 8
 """Torch's own limit of compilations per function (torch 2.13), after which it runs without compiling."""
 
 
-class CutsReplicas(Protocol):
-    """Cuts replicas into stages (`strategies/pipeline/stages.py`)."""
-
-    def place(self, module: LightningModule) -> None:
-        """Place the root on its devices, with hooks that move inputs from stage to stage."""
-
-    def begin(self) -> None:
-        """Let tensors of several stages meet, until `remove`."""
-
-    def on_devices(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
-        """Have the calling thread run the stages on the devices of another replica, inside the block."""
-        ...
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-
-
 @dataclass(eq=False)
 class ReplicaRunner:
     """Runs a method of a module on all devices of a process, and collects state and gradients on the root.
@@ -58,8 +40,6 @@ class ReplicaRunner:
         strategy: name that begins messages.
         root_call: called on the root instead of its method; None calls the method.
         lists: joins what evaluation steps append to lists of the module.
-        blocks: the devices of each replica, where the module is cut into stages; `devices` are the first of each.
-        stages: cuts each replica across its block.
         one_by_one: see `ReplicaOptions`.
     """
 
@@ -69,12 +49,10 @@ class ReplicaRunner:
     strategy: str = "dp"
     root_call: Callable[..., Any] | None = None
     lists: EvaluationLists = field(default_factory=EvaluationLists)
-    blocks: Sequence[Sequence[torch.device]] = ()
-    stages: CutsReplicas | None = None
     one_by_one: bool = False
 
     def __post_init__(self) -> None:
-        self.replicas = Replicas(self.root, self.devices, self.blocks, self.one_by_one)
+        self.replicas = Replicas(self.root, self.devices, self.one_by_one)
         self._executor = Executor(self.threads)
         self._meets: dict[str, bool] = {}
         """By method, whether parts met in the first step; what meets runs in order."""
@@ -160,18 +138,12 @@ class ReplicaRunner:
         call = self.root_call if i == 0 and self.root_call is not None else getattr(self.replicas[i], method)
         call = call if reader is None else reader.reading(call, sizes[i])
         name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
-        call = partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1]))
-        return Piece(device, name, call if self.stages is None else partial(self._call_on_block, i, call))
+        return Piece(device, name, partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1])))
 
     def _own_lists(self, method: str, used: Sequence[int], sizes: Sequence[int]) -> AbstractContextManager[None]:
         if method not in ("validation_step", "test_step"):
             return nullcontext()
         return self.lists.of_replicas(self.logs.modules, used, [sizes[i] for i in used])
-
-    def _call_on_block(self, i: int, call: Callable[[], Any]) -> Any:
-        assert self.stages is not None
-        with self.stages.on_devices(self.blocks[i]):
-            return call()
 
 
 def allow_recompiling(num_devices: int) -> None:

@@ -13,6 +13,7 @@ from parity import PLANS, Case, Net, assert_equal, baseline, fit, make_module, r
 from torch import Tensor
 
 from evener.strategies import DataParallelStrategy
+from evener.strategies.replicas.runner import allow_recompiling
 
 pytestmark = [
     # the compiler looks at it, and hides the warning, which does not help where warnings are errors
@@ -100,3 +101,12 @@ def test_a_compiled_step_whose_loss_must_be_read_is_told_to_run_uncompiled(caplo
     assert "training steps run uncompiled, since what their loss divides by can't be read" in caplog.text
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     torch.testing.assert_close(weights, baseline(Case(Weights)).weights, rtol=0, atol=1e-10)
+
+
+def test_a_compiled_module_may_be_compiled_for_every_device() -> None:
+    """Torch stops compiling a function after eight times, and a replica on another device is one."""
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=8):  # pytest's monkeypatch would leave it deleted
+        allow_recompiling(4)
+        assert config.recompile_limit == 32

@@ -20,7 +20,6 @@ from evener.strategies import (
     ModelParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.dp import verify_blocks
 
 CPU = torch.device("cpu")
 
@@ -247,7 +246,7 @@ class Manual(Net):
         (OwnSteps, DataParallelStrategy, {}, "training_step steps an optimizer, once per replica. Set automatic_optim"),
         (Manual, DataParallelStrategy, {"submodule": "net"}, "dp: manual optimization .* Use strategy=ddp"),
         (Net, DataParallelStrategy, {"loss_reduction": "sum"}, "dp: loss_reduction is no longer there. Leave it out"),
-        (Net, DataParallelStrategy, {"model_parallel_size": 3}, "dp: 2 devices don't divide into replicas of model"),
+        (Net, DataParallelStrategy, {"model_parallel_size": 2}, "dp: model_parallel_size is no longer there. Choose s"),
         (
             Net,
             DataParallelStrategy,
@@ -258,7 +257,6 @@ class Manual(Net):
             (Net, BalancedDataParallelStrategy, options, message)
             for options, message in (
                 ({"shard_optimizer": True}, "shard_optimizer is no longer there. Choose s"),
-                ({"model_parallel_size": 2}, "only dp cuts its replicas into stages"),
                 ({"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not allowed. Give a"),
                 ({"gpu0_chunk": "half"}, "gpu0_chunk=half is not allowed. Give a"),
                 ({"weights": [1, 2, 3]}, "weights has 3 entries for 2 devices"),
@@ -277,12 +275,6 @@ def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options:
     with pytest.raises(ConfigError, match=message):
         fit(made, strategy(**options), devices=2)
     assert torch.equal(made.net[0].weight, before)
-
-
-def test_a_first_replica_that_repeats_a_device_of_its_own_is_refused() -> None:
-    devices = [torch.device("cuda", i) for i in (0, 0, 1, 2)]
-    with pytest.raises(ConfigError, match="dp: the first replica repeats a device where another has two: cuda:0"):
-        verify_blocks(devices, 2)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "model_parallel"])

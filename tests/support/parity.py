@@ -346,8 +346,6 @@ def balanced(**policy: Any) -> Callable[..., Any]:
 PLANS: dict[str, Plan] = {
     **{f"dp-{num}": (num, DataParallelStrategy) for num in range(1, 5)},
     "dp-threads": (3, lambda **options: DataParallelStrategy(threads=True, **options)),
-    "dp-of-stages-2x2": (4, partial(DataParallelStrategy, model_parallel_size=2)),
-    "dp-of-stages-3x2-threads": (6, partial(DataParallelStrategy, model_parallel_size=2, threads=True)),
     "balanced_dp-gpu0_chunk=0": (3, balanced(gpu0_chunk=0)),
     "balanced_dp-gpu0_chunk=1": (2, balanced(gpu0_chunk=1)),
     "balanced_dp-weights=1,0,3": (3, balanced(weights=[1, 0, 3])),

@@ -191,7 +191,7 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
         return ranks.balance.policy.sizes(batch_size, world), "rank"
     layout = layout_of(strategy)
     if isinstance(layout, ReplicaLayout):
-        return layout.policy.sizes(batch_size, len(layout.blocks)), "replica"
+        return layout.policy.sizes(batch_size, layout.num_parts), "replica"
     return [batch_size], "device"
 
 

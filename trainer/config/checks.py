@@ -24,7 +24,7 @@ from ...strategies import ConfigError
 from ...strategies.core.devices import resolve_devices
 from ...strategies.core.errors import did_you_mean
 from ...strategies.core.lightning_names import verify_family
-from ...strategies.core.options import hints_of, verify_value
+from ...strategies.core.options import HARMLESS, hints_of, verify_value
 from ...strategies.registry import num_processes
 from .group_files import PACKAGE
 from .plain_values import NARROWER, SEARCHED, verify_not_gone, verify_plain, whole
@@ -71,7 +71,7 @@ def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
     # of this project's strategies it is known what they take as `**options`
     declared = annotations(cls) if hasattr(cls, "further_options") and cls.__module__.startswith("evener.") else {}
     known = list(dict.fromkeys([*(name for name in parameters if name != "options" or not declared), *declared]))
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in given if name not in known and options[name] not in HARMLESS.get(name, ())]
     for name in unknown:
         verify_not_gone(f"{key}.{name}")
     if unknown and (declared or inspect.Parameter.VAR_KEYWORD not in kinds):

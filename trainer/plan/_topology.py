@@ -90,9 +90,8 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
         strategy.parallel_devices = [strategy.root_device] * num_devices
         return replace(spread, num_devices=1)
     if isinstance(strategy, DataParallelStrategy):
-        if strategy.replica_options.submodule is not None or strategy.model_parallel_size > 1:
-            option = "submodule" if strategy.model_parallel_size == 1 else "model_parallel_size"
-            raise ConfigError(f"mode=plan does not support {name}.{option}. Use mode=compare, which measures.")
+        if strategy.replica_options.submodule is not None:
+            raise ConfigError(f"mode=plan does not support {name}.submodule. Use mode=compare, which measures.")
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
         policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
         policy.verify(num_devices, name)

@@ -193,7 +193,6 @@ def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_
 FIRST = "on the first device alone"
 IN_ONE_PROCESS = {
     "dp": (DataParallelStrategy, 2, 8, FIRST),
-    "dp of stages": (partial(DataParallelStrategy, model_parallel_size=2), 4, 8, FIRST),
     "balanced_dp, first device spared": (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, 8, FIRST),
     "model_parallel": (partial(ModelParallelStrategy, num_microbatches=2), 2, 8, "without micro-batches"),
 }

@@ -40,7 +40,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "dp": lambda: DataParallelStrategy(TWO),
     "dp of three": lambda: DataParallelStrategy([*TWO, "late:2"]),
     "dp, mixed": lambda: DataParallelStrategy(MIXED),
-    "dp of stages": lambda: DataParallelStrategy([*TWO, "late:2", "late:3"], model_parallel_size=2),
     "balanced_dp": lambda: BalancedDataParallelStrategy(weights=[1, 2], devices=TWO),
     "model_parallel": lambda: _stages(2),
     "model_parallel, mixed": lambda: ModelParallelStrategy(MIXED, num_microbatches=2),
@@ -49,7 +48,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "1f1b, first": lambda: _stages(2, num_microbatches=2, output_device="first"),
     "recompute": lambda: _stages(2, num_microbatches=2, recompute=["net.0"]),
 }
-OVERLAPPING = ["dp of three", "dp of stages", "1f1b", "gpipe"]
+OVERLAPPING = ["dp of three", "1f1b", "gpipe"]
 
 
 def _unequal(cases: list[str], strategies: list[str], seeds: range) -> list[str]:

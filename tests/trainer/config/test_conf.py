@@ -103,7 +103,7 @@ DIFFERING = {"weights", "hysteresis", "find_unused_parameters", "batch_dims", "c
 def test_keys_that_files_share_have_one_default_and_one_explanation() -> None:
     assert len(explained("strategy/ddp")) > 15
     found = differing(*(f"strategy/{name}" for name in PACKAGE.files("strategy")))
-    assert found - DIFFERING == {"model_parallel_size"}  # of dp: stages of each replica
+    assert found - DIFFERING == set()
     assert differing(*(f"strategy/{name}" for name in PACKAGE.files("strategy") if "ddp" in name)) == set()
     assert differing("checkpoint/last", "checkpoint/every_n_steps", "checkpoint/interval") == {"save_top_k"}
 
