@@ -4,7 +4,6 @@
     python benchmarks/goodput.py --kills 98 --ranks 8 --per-run 7 --seed 1  # of eight ranks seven die
     python benchmarks/goodput.py --kills 100 --ranks 4 --seed 2 --doubles 1 # a second one within 0.2 s of the first
     python benchmarks/goodput.py --kills 9 --ranks 4 --restarts 9           # all ranks are started anew
-    python benchmarks/goodput.py --kills 9 --ranks 4 --spares 3 --draws     # dropout in ranks that are replaced
     python benchmarks/goodput.py --ranks 4 --cost 5                         # steps without failures, with and without
 
 Each run of `train.py` is drawn from the seed, done once undisturbed, and once more while ranks kill or freeze
@@ -77,9 +76,7 @@ def drawn_plan(ranks: int, kills: int, dice: random.Random, doubles: float) -> l
     return plan
 
 
-def words(
-    folder: Path, options: dict[str, Any], ranks: int, survive: bool, restarts: int, pause_s: float, spares: int = 0
-) -> list[str]:
+def words(folder: Path, options: dict[str, Any], ranks: int, survive: bool, restarts: int, pause_s: float) -> list[str]:
     """The command line of a run."""
     given = dict(options)
     if given["strategy"] == "ddp":
@@ -91,8 +88,7 @@ def words(
     return [
         *(f"{key}={value}" for key, value in given.items()), f"devices={ranks}", "accelerator=cpu", "data=none",
         "module=custom", "module._target_=goodput_module.Killed", f"+module.folder={folder}",
-        f"+module.pause_s={pause_s}", f"launcher.survive={survive}", f"launcher.spares={spares}",
-        f"launcher.max_restarts={restarts}",
+        f"+module.pause_s={pause_s}", f"launcher.survive={survive}", f"launcher.max_restarts={restarts}",
         "strategy.timeout_s=60", "logger=many", "callbacks=none", f"trainer.max_epochs={NUM_EPOCHS}",
         "trainer.precision=64-true", "trainer.log_every_n_steps=2", "test_after_fit=false", f"log_dir={folder}/logs",
         f"hydra.run.dir={folder}/run",
@@ -232,13 +228,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--per-run", type=int, default=3, help="failures in a run, at most ranks - 1")
     parser.add_argument("--restarts", type=int, default=0, help="start all ranks anew, so often, instead of going on")
-    parser.add_argument("--spares", type=int, default=0, help="how many ranks of a run are replaced")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=0.01, help="mean seconds that a step waits")
     parser.add_argument("--cost", type=int, default=0, help="instead, interleaved runs without failures, so many each")
     parser.add_argument("--doubles", type=float, default=0.2, help="of failures, those within 0.2 s of another")
     parser.add_argument("--only", type=int, nargs="*", help="the numbers of the runs to do, of all that are drawn")
-    parser.add_argument("--draws", action="store_true", help="steps draw random numbers; give as many spares as kills")
     parser.add_argument("--plan", nargs="*", help="the kills of each run, instead of drawn ones: point:times:rank")
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     given = parser.parse_args()
@@ -255,7 +249,7 @@ def fail(given: Any, home: Path) -> int:
     at: Counter[str] = Counter()
     while done < given.kills:
         number += 1
-        options = {**drawn_options(dice), "+module.draws": given.draws}
+        options = drawn_options(dice)
         plan = drawn_plan(given.ranks, min(given.per_run, given.kills - done), dice, given.doubles)
         if given.plan:
             plan = [
@@ -273,7 +267,7 @@ def fail(given: Any, home: Path) -> int:
         status, took_s = run(whole, words(whole, options, given.ranks, False, 0, given.pause_s))
         problem = "" if status == 0 else f"undisturbed: status {status}"
         wholes_s += took_s
-        disturbed = words(folder, options, given.ranks, survives, given.restarts, given.pause_s, given.spares)
+        disturbed = words(folder, options, given.ranks, survives, given.restarts, given.pause_s)
         status, took_s = run(folder, disturbed)
         disturbed_s += took_s
         problem = problem or ("" if status == 0 else f"status {status}")

@@ -44,14 +44,10 @@ class Killed(pl.LightningModule):
         folder: of what it writes; `plan.json` has what it does: rank, point, times, delay_s, signal.
         pause_s: seconds that a step takes longer than it needs.
         width: of the network.
-        draws: whether steps drop units out, and draw from all streams of the process.
     """
 
-    def __init__(
-        self, folder: str, pause_s: float, num_workers: int, steps: str, width: int = 16, draws: bool = False
-    ) -> None:
+    def __init__(self, folder: str, pause_s: float, num_workers: int, steps: str, width: int = 16) -> None:
         super().__init__()
-        self.draws = draws
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
         ).double()
@@ -110,8 +106,6 @@ class Killed(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, ids = batch
         hidden = self.layers[:2](inputs)
-        if self.draws:
-            hidden = torch.nn.functional.dropout(hidden) * (random.random() + 0.1 * np.random.standard_normal())
         self.at("forward")
         hidden.register_hook(lambda gradient: self.at("backward"))
         outputs = self.layers[2:](hidden)

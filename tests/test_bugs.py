@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -28,7 +27,6 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, defaul
 
 from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.losses import ChunkLosses
-from evener.strategies.distributed.process_exit import fork_orphan, take_orphans
 from evener.trainer import compose
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.checkpoint._data_worker import start_workers
@@ -107,28 +105,6 @@ def test_workers_of_an_iterator_that_is_garbage_end_in_order() -> None:
     del iterator
     gc.collect()
     assert [worker.exitcode for worker in workers] == [0, 0]
-
-
-def _rank_forked_from_a_forked_one() -> None:
-    take_orphans()
-    command = os.getpid()
-    if fork_orphan(command):
-        if fork_orphan(command):
-            batches: Any = iter(DataLoader(range(4), num_workers=2, multiprocessing_context="fork"))
-            next(batches)
-            del batches
-            os._exit(len(multiprocessing.active_children()))
-        os._exit(0)
-    os._exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are replaced on Linux")
-def test_a_rank_that_a_replaced_rank_has_forked_ends_its_data_workers() -> None:
-    # It took its own for those of the process that had forked it: two more of each epoch were left.
-    rank = multiprocessing.get_context("fork").Process(target=_rank_forked_from_a_forked_one)
-    rank.start()
-    rank.join(60)
-    assert rank.exitcode == 0
 
 
 class Lost(Sampler[int]):

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import pytorch_lightning as pl
@@ -23,7 +22,7 @@ from . import survivors
 from ._heartbeat import HeartbeatMonitor, place_of
 from ._stop import StopAgreement as StopAgreement
 from .process_exit import give_up_groups, leave_group
-from .store import RANK_FAILED, RankError, another_connection, base_store, meet, root_store
+from .store import RANK_FAILED, RankError, another_connection, meet, root_store
 
 _num_runs = 0
 SAME_ORDER = "All ranks must reach the same places in the same order."
@@ -115,9 +114,6 @@ class RankGroup:
         give_up_groups()
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
-        if self.survivor is not None and self.survivor.is_new:
-            # uncut meanwhile: the next death, which may be known already, would break it for good
-            self.survivor.keep_connections(partial(base_store, environment, self.timeout_s))
         name = f"/group/{number}"
         self._join(environment, 1, name)
         assert self.heartbeat is not None

@@ -11,7 +11,6 @@ import stat
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,12 +20,10 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from .store import PEER_LOST, RANK_FAILED, forget_store, leave_store
+from .store import RANK_FAILED, leave_store
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
 _OMP_PAUSE_HARD = 2
 
 FORKED_GRACE_S = 300.0
@@ -42,11 +39,6 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def take_orphans() -> None:
-    """Have this process become the parent of processes whose own parent has ended, so that it can wait for them."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def fork() -> int:
@@ -77,50 +69,6 @@ def fork() -> int:
 
 
 _os_fork = os.fork
-
-
-def fork_orphan(parent: int) -> bool:
-    """Fork this process, whose main thread calls it, to a child of `parent`, which takes orphans.
-
-    Threads are not forked. So the child leaves data workers to this process, has no connection to the store, and must
-    end no group of processes, which would wait for its threads: `give_up_groups`.
-
-    Returns:
-        Whether this is the child.
-    """
-    release_openmp()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python, where a process has threads
-        if between := fork():
-            os.waitpid(between, 0)
-            return False
-        between = os.getpid()
-        if os.fork():
-            os._exit(0)
-    while os.getppid() == between:
-        time.sleep(1e-4)
-    die_with_parent(parent)
-    gc.freeze()
-    for event in (RANK_FAILED, PEER_LOST):
-        event._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]  # another thread may have its lock
-    multiprocessing.process._children = set()  # pyright: ignore[reportAttributeAccessIssue]  # it ends those at its end
-    workers: Any = _MultiProcessingDataLoaderIter
-    end = workers._shutdown_workers
-
-    def end_own(iterator: Any) -> None:
-        if all(worker._parent_pid == os.getpid() for worker in iterator._workers):  # also in a fork of this one
-            end(iterator)
-        elif iterator._worker_pids_set:
-            _remove_worker_pids(id(iterator))
-            iterator._worker_pids_set = False
-
-    workers._shutdown_workers = end_own
-    forget_store()
-    if not _openmp_released:
-        torch.set_num_threads(1)
-    return True
 
 
 _given_up: list[Any] = []
@@ -296,22 +244,15 @@ def forking() -> Generator[None]:
     A garbage collection writes to every object, so that each process would copy all memory that it shares with this
     one: what exists now is kept out of collections, in forked processes for good.
     """
-    release_openmp()
+    global _openmp_released
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    # forks have none of its threads; where OpenMP can't let them go (before version 5.0), a fork has one
+    _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-
-
-def release_openmp() -> None:
-    """Release this thread's pool of OpenMP threads before a fork, which does not copy them: nobody waits for them then.
-
-    It is made anew when it is needed. Where OpenMP can't (before version 5.0), a forked process has one thread.
-    """
-    global _openmp_released
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
 
 
 def is_frozen(pid: int) -> bool:

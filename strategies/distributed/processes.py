@@ -17,25 +17,7 @@ LOOK_S = 0.1
 """Seconds between two looks at whether a rank is frozen; at the second one it is killed, if the run goes on then."""
 
 
-class AdoptedProcess:
-    """A child that another process has forked.
-
-    Attributes:
-        pid: its number.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit status, negative for the signal that ended it; None while it lives."""
-        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-            self._status = os.waitstatus_to_exitcode(found[1])
-        return self._status
-
-
-Process: TypeAlias = BaseProcess | subprocess.Popen[bytes] | AdoptedProcess
+Process: TypeAlias = BaseProcess | subprocess.Popen[bytes]
 
 
 class RankProcesses:

@@ -96,12 +96,6 @@ def another_connection(store: Any) -> Any:
     return again
 
 
-def forget_store() -> None:
-    """Have no store, in a forked process; the connections are the other one's."""
-    global _own
-    _own = None
-
-
 def silence(exc: BaseException) -> str:
     """Say that the store's host does not answer, if that is what an error of its reader says."""
     if _own is None or "Socket Timeout" not in str(exc):

@@ -28,21 +28,16 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ._heartbeat import is_about_communication
-from .process_exit import fork_orphan, take_orphans
 from .processes import LOOK_S
 from .store import PEER_LOST, RankError, connections, poll
 
 _ROW = 16
-DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, FORKS, PROCESS, _SLOTS = range(11)
+DONE, _ARMED, _DEAD, _ASKS, _READY, _IS_MEMBER, _IN_BASE, _NEWEST, _SLOTS = range(9)
 """Words of a rank: sections done; whether it can go on without others; whether it has died; the group that it asks for;
 the last group in which it was ready; whether it is in the group; whether it was in the group whose records count; which
-of its two records is newer; the number after that of the rank that it is to fork; the process that was forked for it,
-negative once that is adopted; and the first word about these records (group, section and length of each)."""
+of its two records is newer; and the first word about these records (group, section and length of each)."""
 _GROUP, _SECTION, _BASE = range(3)
 """Words of all: the number of the group, the last section that it has done, and the group whose records count."""
-
-FORK_S = 5.0
-"""Seconds within which a rank forks another one, or the others go on without that."""
 
 _DEATH_S = 5e-3
 """Seconds between two looks at whether a rank has died for which others wait."""
@@ -138,20 +133,10 @@ class Board:
 
 
 class Agent:
-    """The command's side of a board: it finds who has died, has them replaced, and calls those together that live.
+    """The command's side of a board: it finds who has died, and calls those together that live."""
 
-    Args:
-        spares: how many ranks that have died are replaced.
-        adopt: called with a rank and the process that takes its place.
-    """
-
-    def __init__(
-        self, board: Board, spares: int = 0, adopt: Callable[[int, int], None] = lambda rank, pid: None
-    ) -> None:
-        self.board, self._spares, self._adopt = board, spares, adopt
-        self._forking = -1, -1, 0.0  # a rank, who forks it, and until when
-        if spares:
-            take_orphans()
+    def __init__(self, board: Board) -> None:
+        self.board = board
 
     def lose(self, rank: int, statuses: Sequence[int | None]) -> bool:
         """Take a rank that was killed out of the run; False if the others can't go on without it."""
@@ -198,8 +183,6 @@ class Agent:
         living = [rank for rank in members if not board.get(rank, _DEAD)]
         if not living or any(board.get(rank, _ASKS) <= group for rank in living):
             return
-        if len(living) < len(members) and self._replaces(living, [rank for rank in members if rank not in living]):
-            return
         if all(board.get(rank, _READY) >= group for rank in members):  # else the records before count still
             board.set(-1, _BASE, group)
             for rank in range(board.num_ranks):
@@ -208,26 +191,6 @@ class Agent:
         for rank in set(members).difference(living):
             board.set(rank, _IS_MEMBER, 0)
         board.set(-1, _GROUP, group + 1)  # last: ranks read the rest once they see it
-
-    def _replaces(self, living: list[int], dead: list[int]) -> bool:
-        """Have a rank that waits for the group fork one that has died; False once none is left, or it takes long."""
-        board, (rank, source, until_s) = self.board, self._forking
-        if rank in dead and (pid := board.get(rank, PROCESS)):
-            self._forking = -1, -1, 0.0
-            self._adopt(rank, pid)
-            board.set(rank, _ASKS, 0)
-            board.set(rank, _DEAD, 0)
-            board.set(rank, PROCESS, -pid)  # last: it goes on once it sees that
-        elif rank in dead and source in living and time.monotonic() < until_s:
-            return True
-        elif self._spares:
-            self._spares -= 1
-            self._forking = rank, source, _ = dead[0], living[-1], time.monotonic() + FORK_S
-            board.set(rank, PROCESS, 0)
-            board.set(source, FORKS, rank + 1)
-        else:
-            return False
-        return True
 
 
 class Regrouped(NamedTuple):
@@ -246,8 +209,6 @@ class Survivor:
         rank: as the command has numbered it; in the group it has its place among those that live.
         group: the number of the group.
         when_first: called once this rank has become the first of its group.
-        when_forked: called in a process that takes the place of a rank that has died.
-        is_new: whether this process was forked since the last group.
     """
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -256,8 +217,6 @@ class Survivor:
         self._kept: set[int] = set()
         self._lock = threading.Lock()
         self.when_first: list[Callable[[], None]] = []
-        self.when_forked: list[Callable[[], None]] = []
-        self.is_new = False
         threading.Thread(target=self._listen, name="evener-survivor", daemon=True).start()
 
     def _listen(self) -> None:
@@ -280,10 +239,9 @@ class Survivor:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def keep_connections(self, connect: Callable[[], object] = lambda: None) -> None:
-        """Connect, and cut none of the connections that there are then where a rank is lost; a group's come later."""
+    def keep_connections(self) -> None:
+        """Cut none of the connections that there are now where a rank is lost; a group's come later."""
         with self._lock:
-            connect()
             self._kept = {number for number, *_ in connections()}
 
     def arm(self, is_armed: bool = True) -> None:
@@ -332,9 +290,6 @@ class Survivor:
             while board.group == self.group:
                 if time.monotonic() > deadline_s:
                     raise RankError(f"rank {self.rank} waited {timeout_s:g} s for the others after a rank had died.")
-                if forked := board.get(self.rank, FORKS):
-                    board.set(self.rank, FORKS, 0)
-                    self._fork(forked - 1)
                 time.sleep(5e-4)
             self.group += 1
             with self._lock:
@@ -349,24 +304,6 @@ class Survivor:
         base, group = board.ranks(_IN_BASE), board.get(-1, _BASE)
         records = [board.read(rank, group, self._section, rank == self.rank) for rank in base]
         return Regrouped(self.group, [before.index(rank) for rank in members], members.index(self.rank), records)
-
-    def _fork(self, rank: int) -> None:
-        """Fork a process that has all that this one has, and takes the place of a rank that has died."""
-        board, group = self.board, self.group
-        if not fork_orphan(board.command):
-            return
-        self.rank, self.is_new, self._lock = rank, True, threading.Lock()
-        board.set(rank, PROCESS, os.getpid())
-        board.ring(-1)
-        until_s = time.monotonic() + FORK_S
-        while board.get(rank, PROCESS) != -os.getpid():
-            if board.group != group or time.monotonic() > until_s:  # the others have gone on without
-                os.kill(os.getpid(), 9)
-            time.sleep(5e-4)
-        board.ask(rank, group + 1)
-        for begin in self.when_forked:
-            begin()
-        threading.Thread(target=self._listen, name="evener-survivor", daemon=True).start()
 
 
 own: Survivor | None = None

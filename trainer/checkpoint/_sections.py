@@ -11,7 +11,6 @@
 
 import copyreg
 import io
-import logging
 import pickle
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -62,7 +60,6 @@ class Sections:
         self._before = _Before(trainer)
         self._points = _Points(trainer.loggers)
         self._is_first: bool = trainer.is_global_zero
-        survivor.when_forked.append(self._begin_forked)
 
     @classmethod
     def of(cls, trainer: Any, survivor: Survivor) -> "Sections | None":
@@ -143,7 +140,6 @@ class Sections:
         self._is_armed = False
         self._survivor.arm(False)
         self._survivor.when_first.clear()
-        self._survivor.when_forked.clear()
         self._before.forget()  # which holds iterators, whose workers end with them
         self._works.clear()
         self._points.end()
@@ -179,8 +175,7 @@ class Sections:
                 del one[key]
         left = [pickle.loads(one) for one in new.records]
         states: list[Any] = [{**own, "gradients": None, "random": rng.capture(state=random)} for random, own, _ in left]
-        same = len(states) == num  # each has its own, and a new one that of the rank whose place it has
-        state = states[new.rank] if same else _position.state_for(states, new.rank, num, trainer.lightning_module)
+        state = _position.state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _position.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero:
@@ -188,7 +183,6 @@ class Sections:
             for take_over in () if self._is_first else self._take_over():
                 take_over()
         survivor.ready(self._record(journal.ends(trainer)))
-        survivor.is_new = False
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
@@ -201,18 +195,6 @@ class Sections:
             raise RankError(f"{type(logger).__name__} can't be continued by another process.")
         return self._survivor.when_first
 
-    def _begin_forked(self) -> None:
-        """Leave to the process that this one was forked from what only the first rank does, and its threads."""
-        trainer, self._is_first = self._trainer, False
-        logging.disable(logging.WARNING)
-        for logger in trainer.loggers:
-            logger._experiment = None
-        for writer in (one for saver in trainer.fit_loop._savers for one in (saver._io, saver.snapshots)):
-            if writer is not None:
-                writer.begin_forked()
-        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, ProgressBar)]
-        trainer.timed_bar = None
-
     def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
         """Read what is left of the epoch in other parts."""
         fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
@@ -222,8 +204,6 @@ class Sections:
             source: Any = source_of(loader)
             if source is not None:
                 source.rank, source.num_ranks = rank, num
-            if self._survivor.is_new and getattr(loader, "_iterator", None) is not None:
-                loader._iterator = None  # its workers are the other process's
         if not self.reads:
             _position.restore_generators(combined, states)
             return

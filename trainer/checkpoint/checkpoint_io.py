@@ -163,10 +163,6 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         for future in pending:
             future.result()
 
-    def begin_forked(self) -> None:
-        """Leave to the process that this one was forked from what its thread writes."""
-        self._executor, self._pending = None, []
-
     def _submit(self, work: Callable[[], object]) -> None:
         if not self.background:
             work()

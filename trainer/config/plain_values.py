@@ -94,6 +94,7 @@ OTHER_PRECISIONS = {
 
 GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
+    "launcher.spares": "Leave it out: the ranks that live go on without those that have died.",
     "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
     "evener.trainer.profiler.TraceProfiler": "Give trainer.profiler=pytorch, or debug=trace.",

@@ -20,7 +20,7 @@ from typing_extensions import override
 from ...strategies import ConfigError
 from ...strategies.core.files import scratch_directory
 from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests, handled
-from ...strategies.distributed.processes import AdoptedProcess, Process, RankProcesses, status_of
+from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
 from ..config.checks import AUTO, LaunchPlan, strategy_name
@@ -89,7 +89,7 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
         or (f"strategy={name}" if name not in ("ddp", "balanced_ddp") else "")
         or ("" if can_fork(plan) else f"devices={', '.join(sorted({device.type for device in plan.devices}))}")
         or next((f"strategy.{key}={value}" for key, value in options.items()), "")
-        or (f"launcher.spares={spares} {_BESIDE}" if spares and torch.accelerator.is_available() else "")
+        or (f"launcher.spares={spares}, which is no longer there" if spares else "")
     )
     if found:
         raise ConfigError(
@@ -101,8 +101,6 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
 
 _ALONE = {"devices_per_process": 1, "shard_optimizer": False, "compression": None, "global_view": "auto"}
 """Options of strategies with which ranks go on without one that has died."""
-
-_BESIDE = "beside an accelerator that torch sees (CUDA_VISIBLE_DEVICES= hides it), which goes backward in no fork then"
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +198,7 @@ class Workers(RankProcesses):
             self.folder.mkdir()
             with hosted_store() as place:
                 if self._cfg.launcher.get("survive", False):
-                    self._agent = Agent(Board(self.num_processes), self._cfg.launcher.get("spares", 0), self._adopt)
+                    self._agent = Agent(Board(self.num_processes))
                 try:
                     self._start(place)
                     failed = self.join(lambda: self.requests.signum is not None)
@@ -235,9 +233,6 @@ class Workers(RankProcesses):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if self.requests.signum is not None:
             self.end(self.requests.signum, self._cfg.launcher.shutdown_timeout_s)
-
-    def _adopt(self, rank: int, pid: int) -> None:
-        self.processes[rank] = AdoptedProcess(pid)
 
     @override
     def _failed(self) -> int | None:

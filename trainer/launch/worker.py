@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
@@ -70,7 +69,6 @@ def run(cfg: DictConfig, folder: Path, variables: dict[str, str], board: Board |
             signal.signal(signum, lambda number, frame: None)
     if board is not None:
         survivors.own = Survivor(board, int(os.environ["RANK"]))
-        survivors.own.when_forked.append(partial(leave_in_time, cfg.launcher.shutdown_timeout_s))
     status = exit_status(cfg, folder)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
         end_process(status)
@@ -97,7 +95,6 @@ def exit_status(cfg: DictConfig, folder: Path) -> int:
                 traceback.print_exc()
             return exc.status if isinstance(exc, WorkerError) else 1
         finally:
-            rank = rank if survivors.own is None else survivors.own.rank
             if tells:
                 (folder / ENDED_FILE.format(rank)).touch()
         return 0

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import warm_python
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed import survivors
 from evener.strategies.distributed.store import PEER_LOST, RankError
 from evener.strategies.distributed.survivors import Agent, Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
@@ -36,9 +34,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 2 --seed 43 --plan validating:5:1 saving:4:0", "2"),  # in one section; its values came twice
         ("--kills 18 --seed 21 --only 6", "3"),  # values of a validation that was done again came in another order
         ("--kills 1 --ranks 2 --seed 1 --restarts 1 --plan forward:6:1", "1"),  # points before it are shown once
-        ("--kills 1 --ranks 3 --seed 8 --spares 1 --plan forward:5:1", "1"),
-        ("--kills 3 --ranks 3 --seed 9 --spares 2 --plan validating:2:0 logging:12:2 forward:20:1", "3"),
-        ("--kills 2 --ranks 3 --seed 4 --spares 2 --draws --plan backward:9:1 logging:15:0", "2"),  # dropout in forks
     ],
 )
 def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
@@ -59,13 +54,12 @@ GLOBAL = {"batch_size_is": "global"}
         ({"batch_size_is": "per_device"}, {}, "strategy.batch_size_is=per_device"),
         ({**GLOBAL, "shard_optimizer": True}, {}, "strategy.shard_optimizer=True"),
         ({**GLOBAL, "compression": "bf16"}, {}, "strategy.compression=bf16"),
-        (GLOBAL, {"survive": True, "spares": 1}, "launcher.spares=1 beside an accelerator"),
+        (GLOBAL, {"survive": True, "spares": 1}, "launcher.spares=1, which is no longer there"),
     ],
 )
 def test_where_ranks_need_one_another_it_is_refused_by_name(
-    changes: dict[str, Any], launcher: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], launcher: dict[str, Any], found: str
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(launcher))
     strategy = {"_target_": "evener.strategies.DDPStrategy", **changes}
     cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu", "launcher": launcher})
     with pytest.raises(ConfigError, match=f"got {re.escape(found)}"):
@@ -78,20 +72,6 @@ def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order() 
     assert not Agent(board).lose(1, [0, -9])
     board.arm(0, False)
     assert not Agent(board).lose(1, [None, -9])
-    board.close()
-
-
-def test_the_others_go_on_without_a_rank_whose_fork_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivors, "FORK_S", 0.0)
-    monkeypatch.setattr(survivors, "take_orphans", lambda: None)  # other tests wait until their orphans have gone
-    board = Board(2)
-    agent = Agent(board, 1)
-    board.arm(0, True)
-    assert agent.lose(1, [None, -9])
-    board.ask(0, 1)
-    agent.assemble()
-    agent.assemble()
-    assert (board.group, agent.dead) == (1, [1])
     board.close()
 
 
