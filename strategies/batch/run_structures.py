@@ -1,14 +1,12 @@
 """The structures of all batches and results of a run, one per loader and kind of step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.utils.data import BatchSampler
 
 from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
@@ -17,7 +15,6 @@ from .structure import BatchStructure
 
 _TRIED = 7
 """Samples that show what is as long as they are."""
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class RunStructures:
@@ -41,20 +38,14 @@ class RunStructures:
             loader: Any = getattr(trainer._active_loop, "_combined_loader", None)
             if isinstance(loader, CombinedLoader) and loader._mode == "sequential":
                 loader = loader.flattened[dataloader_idx]
-            loaders = [] if _has_hooks(trainer) else loaders_in(loader)
+            loaders = loaders_in(loader)
             # of a stream that ranks read together the whole batches show more than a part of one sample
             known = getattr(loaders[0], "structure", None) if len(loaders) == 1 else None
-            self._batches[key] = known or self._new(loaders, trainer, dataloader_idx)
+            self._batches[key] = structure = known or BatchStructure(self.options, loaders)
+            with suppress(Exception):  # samples can't be chosen, or the user's code is not made for so many
+                few = FewSamples(trainer.lightning_module, trainer._active_loop, dataloader_idx, _TRIED, repeats=True)
+                structure.settle(few.batch(0, _TRIED, trainer.strategy.root_device), _TRIED)
         return self._batches[key]
-
-    def _new(self, loaders: Sequence[Any], trainer: pl.Trainer, index: int) -> BatchStructure:
-        """Make a structure of a few samples, if they can be chosen; else the first batch decides."""
-        structure = BatchStructure(self.options, loaders)
-        with suppress(Exception):  # code of the user's, on other batches than it is made for
-            few = FewSamples(trainer.lightning_module, trainer._active_loop, index, _TRIED, repeats=True)
-            device = trainer.strategy.root_device
-            structure.settle(few.batch(0, _TRIED, device), _TRIED)
-        return structure
 
     def of_stream(self, loader: Any) -> BatchStructure:
         """The structure of a loader's batches before any hook has seen them."""
@@ -100,12 +91,6 @@ def _stage(trainer: pl.Trainer) -> str:
     return "train" if trainer.training else "test" if trainer.testing else "predict"
 
 
-def _has_hooks(trainer: pl.Trainer) -> bool:
-    """Whether hooks of the module, or of the data module, may change a batch before a step sees it."""
-    owners = [owner for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if owner is not None]
-    return any(is_overridden(name, owner) for name in _TRANSFER_HOOKS for owner in owners)
-
-
 def equal_parts(loop: Any) -> list[int]:
     """Sizes that stand for those of the parts of a loop's batches, if ranks are known to have equal ones of each."""
     divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
@@ -121,15 +106,3 @@ def takes_others_batches(loop: Any) -> bool:
     """Whether ranks each take batches of a sampler that is not torch's, which nobody has made to be joined."""
     divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
     return any(batches is not None and batches.deals_others for batches in divided)
-
-
-def batch_sizes(sampler: Any) -> list[int] | None:
-    """Samples of each batch of a batch sampler, where it cuts a sampler's indices evenly; None if that is not known."""
-    if type(sampler) is not BatchSampler:
-        return None
-    try:
-        num, size = len(sampler.sampler), int(sampler.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
-    except TypeError:
-        return None
-    full, rest = divmod(num, size)
-    return [size] * full + ([rest] if rest and not sampler.drop_last else [])

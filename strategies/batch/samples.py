@@ -37,7 +37,6 @@ class FewSamples:
 
     Attributes:
         num: samples of each loader that were read.
-        unclear: why a part of these batches may not be what a step takes it for; None of samples read by index.
 
     Raises:
         TypeError: samples can't be chosen; says why.
@@ -49,19 +48,18 @@ class FewSamples:
     ) -> None:  # fmt: skip
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
-        loaders, self.unclear = chosen_loaders(self._combined, loader), None
-        pairs = [(one, None if repeats else getattr(one, "first_batch", None)) for one in loaders]
-        own = [hasattr(one, "first_batch") and not hasattr(one, "divide") for one in loaders]  # of each rank alone
-        pairs = [(one, share(first) if is_own else first) for (one, first), is_own in zip(pairs, own, strict=True)]
-        for (one, first), is_own in zip(pairs, own, strict=True):
-            if first is not None:
-                self.unclear = self.unclear or one.structure.unclear
-                if self.unclear is not None and is_own:
+        pairs = list[tuple[Any, Batch]]()
+        for one in chosen_loaders(self._combined, loader):
+            first = None if repeats else getattr(one, "first_batch", None)
+            if hasattr(one, "first_batch") and not hasattr(one, "divide"):  # of each rank alone
+                first = share(first)
+                if first is not None and one.structure.has_shared:
                     raise TypeError("a stream that each rank reads by itself")
-            elif not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset):
+            if first is None and (not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset)):
                 raise TypeError("a stream")
-            elif one.batch_sampler is None:
+            if first is None and one.batch_sampler is None:
                 raise TypeError("a dataset of batches")
+            pairs.append((one, first))
         nums = [len(one.dataset) if first is None else one.structure.num_samples(first) or 0 for one, first in pairs]
         self.num = most if repeats else min(most, *nums)
         with seeded(1):

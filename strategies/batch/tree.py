@@ -3,10 +3,10 @@
 import copy
 import enum
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ Path: TypeAlias = tuple[Any, ...]
 """The keys, indices and field names from a batch to a value in it."""
 
 Items: TypeAlias = list[tuple[Any, Any]]
+
+Role: TypeAlias = Literal["rows", "list", "itself", "shared", "structure"]
+"""What a value is: a row or an element per sample, what splits itself, the same for all samples, or a structure."""
 
 
 def children(value: Any) -> Items | None:
@@ -39,15 +42,11 @@ def children(value: Any) -> Items | None:
     return None
 
 
-def walk(value: Any, into: Callable[[Any], Items | None] = children, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield a value and all that is in it, with their paths, each before its parts.
-
-    Args:
-        into: the named parts of a value; None for one whose parts are left out.
-    """
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a value and all that is in it, with their paths, each before its parts."""
     yield path, value
-    for key, child in into(value) or ():
-        yield from walk(child, into, (*path, key))
+    for key, child in children(value) or ():
+        yield from walk(child, (*path, key))
 
 
 def rebuild(value: Any, parts: list[Any]) -> Any:
@@ -66,10 +65,7 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
 
 
 def splits_itself(value: Any) -> bool:
-    """Whether a value can be cut by its own methods.
-
-    Either by `split(sizes)` (tensors and strings have another), or by `to_data_list()` as torch_geometric's batches.
-    """
+    """Whether a value has `split(sizes)` (that of tensors and strings is another), or is a batch of torch_geometric."""
     if isinstance(value, (Tensor, str, bytes)):
         return False
     return callable(getattr(value, "split", None)) or callable(getattr(value, "to_data_list", None))
@@ -83,17 +79,10 @@ def length(value: Any) -> int | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is a tensor or array with rows.
-
-    Raises:
-        ConfigError: it is a nested tensor of strided layout, which torch gives neither a shape nor a length.
-    """
-    if isinstance(value, Tensor) and value.is_nested and value.layout is torch.strided:
-        raise PartsDiffer(
-            "a batch has a nested tensor of layout torch.strided, whose samples can't be counted or cut. Use a list "
-            "with one tensor per sample, or a padded tensor and the lengths of the samples."
-        )
-    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+    """Whether a value is a tensor or array with rows."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and not value.is_nested and value.dim() > 0
+    return isinstance(value, np.ndarray) and value.ndim > 0
 
 
 def is_sequence(value: Any) -> bool:
@@ -101,21 +90,19 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
-def row_counts(value: Any) -> Iterator[tuple[Path, int]]:
-    """Paths and numbers of rows of all tensors, arrays and objects with `split` inside a value."""
-    for path, part in walk(value, lambda part: None if splits_itself(part) else children(part)):
-        count = length(part) if is_array(part) or splits_itself(part) else None
-        if count is not None:
-            yield path, count
+def are_samples(values: Any, num: int | None) -> bool:
+    """Whether a list of `num` elements has one per sample, rather than tensors and lists of samples."""
+    lengths = {length for value in values for length in _lengths(value)}
+    return len(values) == num and lengths - {None} != {num}
 
 
-def plain_length(value: Any) -> int | None:
-    """Length of the first sequence inside a value that holds no structure: strings or numbers; None without any."""
-    for _, part in walk(value):
-        parts = (children(part) if isinstance(part, (list, tuple)) else None) or ()
-        if parts and all(children(child) is None for _, child in parts):
-            return len(parts)
-    return None
+def _lengths(value: Any) -> Iterator[int | None]:
+    """The lengths of the tensors and lists that a value is, or holds outside of lists."""
+    if is_array(value) or is_sequence(value) or splits_itself(value):
+        yield length(value)
+    else:
+        for _, child in children(value) or ():
+            yield from _lengths(child)
 
 
 def at(value: Any, path: Path) -> Any:
@@ -134,52 +121,38 @@ def called(path: Path, root: str) -> str:
     return root + "".join(f"[{key!r}]" for key in path)
 
 
-def option_key(path: Path) -> str:
-    """How an option names a value: `boxes.0`."""
-    return ".".join(map(str, path))
-
-
-Role: TypeAlias = Literal["rows", "list", "shared", "structure"]
-"""What a value is: one row per sample, one element per sample, the same for all samples, or a structure of values."""
-
-RoleOf: TypeAlias = Callable[[Any, Path], Role]
-
-
 def cut(
-    value: Any, sizes: list[int], role_of: RoleOf, refusal: Callable[[Path, str], PartsDiffer], path: Path = ()
+    value: Any,
+    sizes: list[int],
+    role_of: Callable[[Any, Path], Role],
+    refusal: Callable[[Path, str], PartsDiffer],
+    path: Path = (),
 ) -> list[Any]:
     """Cut a value into one part per size, or refuse it by name."""
-    role, is_listed = role_of(value, path), is_array(value) or is_sequence(value)
+    role = role_of(value, path)
     if role == "shared":
         return [value] * len(sizes)
-    if (is_listed and role != "structure") or (splits_itself(value) and not is_listed):
+    if role != "structure":
         if (num := length(value)) not in (None, sum(sizes)):
             raise refusal(
                 path, f"has {num} rows in a batch of {sum(sizes)} samples, so it can't be cut along dimension 0"
             )
-        if not is_listed:
-            return _cut_by_itself(value, sizes, refusal, path)
-        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_nested):
-            raise refusal(path, f"is a tensor of layout {value.layout}, which can't be cut into chunks")
-        return list(value.split(sizes)) if isinstance(value, Tensor) else _slices(value, sizes)
+        parts = _split(value, sizes)
+        if len(parts) != len(sizes):
+            raise refusal(path, f"is cut otherwise: {type(value).__name__}.split({sizes}) returned {len(parts)} parts")
+        return parts
     if (items := children(value)) is not None:
-        parts = [cut(child, sizes, role_of, refusal, (*path, key)) for key, child in items]
-        return [rebuild(value, [part[i] for part in parts]) for i in range(len(sizes))]
-    if not isinstance(value, (*SHARED, np.ndarray, Tensor)):
-        raise refusal(path, f"is a {type(value).__name__}, which can't be cut into chunks")
-    return [value] * len(sizes)
+        columns = [cut(child, sizes, role_of, refusal, (*path, key)) for key, child in items]
+        return [rebuild(value, [column[i] for column in columns]) for i in range(len(sizes))]
+    if isinstance(value, SHARED) or (isinstance(value, (Tensor, np.ndarray)) and not value.ndim):
+        return [value] * len(sizes)
+    raise refusal(path, f"is a {type(value).__name__}, which can't be cut into chunks")
 
 
-def _cut_by_itself(value: Any, sizes: list[int], refusal: Callable[[Path, str], PartsDiffer], path: Path) -> list[Any]:
-    if callable(getattr(value, "to_data_list", None)):
-        graphs = value.to_data_list()
-        return [type(value).from_data_list(part) if part else None for part in _slices(graphs, sizes)]
-    parts = list(value.split(sizes))
-    if len(parts) != len(sizes):
-        raise refusal(path, f"is cut otherwise: {type(value).__name__}.split({sizes}) returned {len(parts)} parts")
-    return parts
-
-
-def _slices(value: Any, sizes: Iterable[int]) -> list[Any]:
-    ends = list(accumulate(sizes))
-    return [value[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+def _split(value: Any, sizes: list[int]) -> list[Any]:
+    graphs, kind = getattr(value, "to_data_list", None), cast(Any, type(value))
+    if graphs is None and not isinstance(value, (list, tuple, np.ndarray)):
+        return list(value.split(sizes))
+    values, ends = value if graphs is None else graphs(), list(accumulate(sizes))
+    parts = [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return parts if graphs is None else [kind.from_data_list(part) if part else None for part in parts]

@@ -34,7 +34,6 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from ..batch.policies import Even, Policy, without_single_samples
-from ..batch.run_structures import batch_sizes
 from ..core.rng import random_state, swapped_random_state
 from ..core.types import Unit
 
@@ -230,7 +229,7 @@ class RankBatches(Sampler[Any]):
 
     def part_sizes(self) -> list[list[int]] | None:
         """Samples of every rank in each step; None if they are not known before the loader is read."""
-        if (sizes := batch_sizes(self.units)) is None:
+        if (sizes := _batch_sizes(self.units)) is None:
             return None
         parts = copy.copy(self.cut).parts(([0] * size for size in sizes), self.num_ranks)
         return [[len(part) for part in step] for step in parts]
@@ -303,3 +302,15 @@ def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iter
             yield unit
 
     return drawn(iter(units) if rank == 0 else draw(iter, units))  # a loader draws the seed of its workers here
+
+
+def _batch_sizes(sampler: Any) -> list[int] | None:
+    """Samples of each batch of a batch sampler, where it cuts a sampler's indices evenly; None if that is not known."""
+    if type(sampler) is not BatchSampler:
+        return None
+    try:
+        num, size = len(sampler.sampler), int(sampler.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
+    except TypeError:
+        return None
+    full, rest = divmod(num, size)
+    return [size] * full + ([rest] if rest and not sampler.drop_last else [])

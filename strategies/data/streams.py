@@ -114,7 +114,7 @@ class Divided(Stream):
     Every rank reads the whole stream; if reading is the bottleneck, let the dataset shard itself by rank and set
     `batch_size_is=per_device`.
 
-    Batches that can't be cut, or of which nothing shows what their parts are, go whole to the first rank.
+    Batches that can't be cut go whole to the first rank.
 
     Args:
         joins, agree, is_whole: see `RankBatches`.
@@ -153,17 +153,15 @@ class Divided(Stream):
     def _part(self, batch: Batch, sizes: list[int]) -> Batch | None:
         """This rank's part of a batch, or samples to stand in for it; None if the batch is better left whole."""
         rank, stand_in = self.rank, min(2, sum(sizes))
-        why = self.structure.unclear
-        if why is None:
-            try:
-                parts = self.structure.split(batch, sizes)  # on all ranks, which must find the same
-                return parts[rank] if sizes[rank] else self.structure.split(batch, [stand_in, sum(sizes) - stand_in])[0]
-            except PartsDiffer as exc:
-                why = exc
-        if not self._told:
-            self._told = True
-            tell_whole(self.strategy, why, "the first rank computes them whole; strategy.batch_dims says what it is")
-        return None
+        try:
+            parts = self.structure.split(batch, sizes)  # on all ranks, which must find the same
+            return parts[rank] if sizes[rank] else self.structure.split(batch, [stand_in, sum(sizes) - stand_in])[0]
+        except PartsDiffer as exc:
+            if not self._told:
+                self._told = True
+                how = "the first rank computes them whole; strategy.batch_dims says what it is"
+                tell_whole(self.strategy, exc, how)
+            return None
 
     def _verify_same(self, batch: Batch | None) -> None:
         """Refuse a stream whose first batch is another one than rank 0's; every rank must call it."""

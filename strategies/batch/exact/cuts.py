@@ -57,7 +57,7 @@ class Cuts:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:
                 raise Cannot(f"its samples can't be chosen from {exc}") from exc
-            if views.ranks and (self._structure.vague if views.chunks else self._structure.unclear) is not None:
+            if views.ranks and not views.chunks and self._structure.has_shared:
                 raise Cannot("it isn't known what a part of its batches is") from exc
             batch = move_data_to_device(batch, device)  # it may wait on the host
             # the run's own step gets it, too, perhaps where there are no graphs
@@ -67,9 +67,6 @@ class Cuts:
             yield False, total, lambda i, j: chunk(split, whole, i, j, total)
             return
         total = samples.num
-        if views.ranks and samples.unclear is not None:
-            is_late = self._trial.trains and self._trial.together  # for whole batches
-            raise Cannot("it isn't known what a part of its batches is") if is_late else samples.unclear
         if views.ranks:
             self._equal = equal_parts(self._loop)
             of_ranks = min(total, 6) if 3 in self._equal else total

@@ -16,7 +16,6 @@ from evener.strategies import ConfigError
 from evener.strategies.batch.batch_dims import verify_batch_dims
 from evener.strategies.batch.results import ResultStructure
 from evener.strategies.batch.structure import BatchStructure, num_samples
-from evener.strategies.core.errors import PartsDiffer
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
@@ -117,9 +116,6 @@ CUT: dict[str, tuple[Any, list[int], list[Any]]] = {
         ],
     ),
     "arrays of another number": ({"x": rows(1, 2), "y": [np.zeros(3)]}, [1, 1], [{"x": (1, 1), "y": [(3,)]}] * 2),
-    "tensors of most rows": (
-        {"w": torch.ones(3), "x": torch.ones(2), "y": torch.ones(2)}, [1, 1], [{"w": (3,), "x": (1,), "y": (1,)}] * 2
-    ),
     "tensors of different kinds": ([rows(1, 2), torch.arange(2)], [1, 1], [[(1, 1), (1,)]] * 2),
     "strings": ({"text": ["a", "b", "c"], "label": [0, 1, 2]}, [1, 2], [
         {"text": ["a"], "label": [0]}, {"text": ["b", "c"], "label": [1, 2]},
@@ -138,37 +134,14 @@ def test_the_convention_says_what_is_cut(name: str) -> None:
     assert [shapes(chunk) for chunk in split(batch, sizes)] == expected
 
 
-def of_loader(size: int | None) -> BatchStructure:
-    """A structure of batches of a loader that collates nothing, of which the number of samples is known alone."""
-    loader: Any = torch.utils.data.DataLoader(range(0), size, collate_fn=list)  # type: ignore[arg-type]
-    return BatchStructure(loaders=[loader])
-
-
-def detection(images: int, num_rows: int) -> Any:
-    """What `tuple(zip(*samples))` makes of images, labels and boxes."""
-    return tuple(tuple(ones(*[shape] * images)) for shape in ((num_rows,), (), (num_rows, 4)))
-
-
-@pytest.mark.parametrize(("images", "num_rows", "size"), [(2, 4, 2), (2, 4, 3), (4, 2, 4)])
-def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int, num_rows: int, size: int) -> None:
-    """The samples of a stream that all had 4 rows were cut inside, in a loader with batch_size=2."""
-    chunks = of_loader(size).split(detection(images, num_rows), [1, images - 1])
-    assert [shapes(chunk[0]) for chunk in chunks] == [[(num_rows,)], [(num_rows,)] * (images - 1)]
-    unequal = (tuple(ones((2, 64, 64), (2, 416, 416))), ({"boxes": torch.ones(3, 4)},) * 2)
-    assert shapes(of_loader(2).split(unequal, [1, 1])) == [
-        [[(2, size, size)], [{"boxes": (3, 4)}]] for size in (64, 416)
-    ]
-    views = of_loader(4).split({"views": detection(2, 4)[0]}, [1, 3])  # rows, not samples in a list
-    assert shapes(views) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]
-
-
-@pytest.mark.parametrize(("images", "num_rows", "size"), [(2, 2, 2), (2, 1, 3), (6, 4, None)])
-def test_samples_in_lists_or_rows_are_not_cut_where_the_loader_does_not_show_which(
-    images: int, num_rows: int, size: int | None
-) -> None:
-    match = r"^batch\[.\] may be a list of samples, or hold tensors with rows of samples"
-    with pytest.raises(PartsDiffer, match=match):
-        of_loader(size).split(detection(images, num_rows), [1, images - 1])
+@pytest.mark.parametrize("images", [2, 4])
+def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int) -> None:
+    """The samples of a stream that all had 3 rows were cut inside, in a loader with batch_size=2."""
+    structure = BatchStructure(loaders=[SimpleNamespace(batch_size=images)])
+    chunks = structure.split(tuple(tuple(ones(*[shape] * images)) for shape in ((3,), (), (3, 4))), [1, images - 1])
+    assert [shapes(chunk[0]) for chunk in chunks] == [[(3,)], [(3,)] * (images - 1)]
+    views = BatchStructure(loaders=[SimpleNamespace(batch_size=4)]).split({"views": ones((4,), (4,))}, [1, 3])
+    assert shapes(views) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]  # rows, not samples in a list
 
 
 def test_what_the_first_batch_has_decided_is_kept() -> None:
@@ -182,19 +155,12 @@ def test_what_the_first_batch_has_decided_is_kept() -> None:
         structure.split({**batch, "w": torch.ones(7)}, [1, 1])
 
 
-def nested() -> Any:
-    return torch.nested.nested_tensor([rows(1, 2), rows(3)], layout=torch.strided)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (object, r"batch\[1\] is a object, which can't be cut into chunks.*split\(sizes\)"),
         (lambda: pack_sequence([rows(1), rows(2)]), r"batch\[1\] is a PackedSequence"),
-        (lambda: rows(1, 2).to_sparse(), r"batch\[1\] is a tensor of layout torch.sparse_coo"),
-        # it was torch's "Internal error: NestedTensorImpl doesn't support sizes"
-        (nested, r"nested tensor of layout torch.strided.*one tensor per sample"),
+        (lambda: rows(1, 2).to_sparse(), r"batch\[1\] is a Tensor, which can't be cut into chunks"),
         (lambda: SimpleNamespace(split=lambda sizes: sizes[1:]), r"SimpleNamespace.split\(\[1, 1\]\) returned 1 parts"),
     ],
 )
