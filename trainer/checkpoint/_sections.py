@@ -6,7 +6,7 @@
 | counters of loops, attributes of module, callbacks and schedulers, buffers | as before the section |
 | metrics, values logged for the epoch, loss weights, random streams, positions | as each rank, the dead one too, has |
 | | left them on the board; carried over to fewer ranks as those of a checkpoint are |
-| points logged | the first rank cuts the files back to where they ended before the section |
+| points logged | the first rank cuts the files back to where they ended before the section; others come again |
 """
 
 import copyreg
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -58,7 +57,6 @@ class Sections:
         self._works: list[Callable[[], Any]] = []
         self._num_counted = 0
         self._before = _Before(trainer)
-        self._points = _Points(trainer.loggers)
         self._is_first: bool = trainer.is_global_zero
 
     @classmethod
@@ -129,7 +127,6 @@ class Sections:
         if self._trainer.training and loop._results.pending is not None:
             self._trainer._logger_connector.exchange(loop._results, early=True)
         self._survivor.commit(self._record(journal.ends(self._trainer)))
-        self._points.send()
         strategy.sync.settle()
         self._num_counted += 1
         self._works.clear()
@@ -142,7 +139,6 @@ class Sections:
         self._survivor.when_first.clear()
         self._before.forget()  # which holds iterators, whose workers end with them
         self._works.clear()
-        self._points.end()
 
     def _record(self, ends: dict[str, int]) -> bytes:
         record = io.BytesIO()
@@ -165,7 +161,6 @@ class Sections:
         strategy = trainer.strategy
         new = survivor.regroup(strategy.group.timeout_s)
         self._before.restore()
-        self._points.forget()
         strategy.regroup(new)
         loop, num = trainer.fit_loop.epoch_loop, len(new.kept)
         for one in (loop._results, loop.val_loop._results):
@@ -191,8 +186,9 @@ class Sections:
     def _take_over(self) -> list[Callable[[], None]]:
         """What this process does as the first rank, in the place of one that has died."""
         self._is_first = True
-        for logger in self._points.others:
-            raise RankError(f"{type(logger).__name__} can't be continued by another process.")
+        for logger in self._trainer.loggers:
+            if not isinstance(logger, journal.KEPT):
+                raise RankError(f"{type(logger).__name__} can't be continued by another process.")
         return self._survivor.when_first
 
     def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
@@ -281,32 +277,3 @@ def _counters(value: Any) -> list[Any]:
     if not isinstance(value, _BaseProgress) and not is_dataclass(value):
         return []
     return [value, *(one for part in vars(value).values() for one in _counters(part))]
-
-
-class _Points:
-    """Has each point count once, though the section that logs it is done again: other loggers than those of files,
-    which are cut back, get it once the section counts.
-    """
-
-    def __init__(self, loggers: list[Any]) -> None:
-        self.others = [logger for logger in loggers if not isinstance(logger, journal.KEPT)]
-        self._waiting: list[Callable[[], None]] = []
-        for logger in self.others:
-            logger.log_metrics = partial(self._wait, logger.log_metrics)
-
-    def _wait(self, log: Callable[..., None], metrics: Any, step: Any = None) -> None:
-        self._waiting.append(partial(log, dict(metrics), step))
-
-    def send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for log in waiting:
-            log()
-
-    def forget(self) -> None:
-        self._waiting.clear()
-
-    def end(self) -> None:
-        """Leave the loggers as they were."""
-        self.send()
-        for logger in self.others:
-            vars(logger).pop("log_metrics", None)

@@ -22,7 +22,6 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from ...strategies.core import rng
 from ...strategies.core.module_checks import callbacks_of
 from ...strategies.core.patching import replaced
 from ...strategies.distributed.objects import gather_objects
@@ -95,10 +94,9 @@ class ResumingFitLoop(_FitLoop):
     """The point at which this run goes on, until it has."""
     end: dict[str, Any] | None = None
     """Entries of all checkpoints that are saved once training has ended, in the place of their own."""
-    brought_back = ("end", "random_of_loaders")
+    brought_back = ("end",)
     """What a script gets of this loop from its ranks, besides progress and numbers."""
     _savers: tuple[Checkpoint, ...] = ()
-    random_of_loaders: dict[str, Any]  # with which the present loaders of training were made
     begins_epoch = False
     """Whether a hook has saved after an epoch's last batch, so that the resumed run begins the next one."""
     has_clean_points = True
@@ -261,7 +259,6 @@ class ResumingFitLoop(_FitLoop):
             self._combined_loader_states_to_load = self.resumed.own["loaders"]
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             self._combined_loader = None  # a strategy that has looked at samples in its setup began to read
-            rng.restore(self.random_of_loaders)
         if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.
             self._restarting = self.epoch_loop._restarting = self.epoch_loop.val_loop._restarting = False
             self.trainer.should_stop = self.resumed.should_stop
@@ -283,10 +280,7 @@ class ResumingFitLoop(_FitLoop):
     @override
     def setup_data(self) -> None:
         """As Lightning's, which begins to read; after an epoch's end the next one begins to read by itself."""
-        before, random = self._combined_loader, rng.capture()
         super().setup_data()
-        if self._combined_loader is not before:
-            self.random_of_loaders = random
         for loader in () if self._combined_loader is None else self._combined_loader.flattened:
             if isinstance(loader, Resumable):
                 loader.is_idle = False

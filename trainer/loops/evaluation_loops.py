@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BasePredictionWriter, WeightAveraging
 from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
@@ -126,8 +125,7 @@ class PlannedLoop(_Loop):
     """What validation, test and prediction share: the mode in which they run, and a plan of their steps."""
 
     inference_mode: bool
-    is_within_fit = False
-    """Whether a validation within training runs."""
+    _may_stop = False
     _plan: StepPlan | None = None
 
     def run(self) -> Any:
@@ -152,10 +150,9 @@ class PlannedLoop(_Loop):
             StopIteration: the loader has ended before it was known, as Lightning's loop expects.
         """
         loop, loader = cast("Any", self), plan.loader
-        may_stop = self.is_within_fit
         while True:
             plan.run(batch, batch_idx, dataloader_idx)
-            if may_stop:
+            if self._may_stop:
                 loop.after_batch()
             if loader is None or loop.restarting or loader.fetcher.done:
                 return
@@ -168,21 +165,8 @@ class PlannedLoop(_Loop):
         cast("Any", super()).teardown()
 
 
-_STARTS = ("on_validation_start", "on_validation_epoch_start")
-_ENDS = ("on_validation_epoch_end", "on_validation_end")
-
-
-def stands_in(trainer: pl.Trainer) -> bool:
-    """Whether hooks may put something in the place of the weights for a validation, such as their average.
-
-    They have a part at its start, and one at its end, which must be called before anything is saved.
-    """
-
-    def has(owner: Any, names: tuple[str, ...]) -> bool:
-        return isinstance(owner, WeightAveraging) or any(is_users(getattr(owner, name)) for name in names)
-
-    owners = (trainer.lightning_module, *callbacks_of(trainer))
-    return any(has(owner, _STARTS) and has(owner, _ENDS) for owner in owners)
+def _has_own_start(owner: Any) -> bool:
+    return any(is_users(getattr(owner, name)) for name in ("on_validation_start", "on_validation_epoch_start"))
 
 
 class ValidationStopped(SIGTERMException):
@@ -197,9 +181,7 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
     """
 
     random_of_training: dict[str, Any] | None = None
-    _may_stop = True  # whether a signal may stop a validation before its end
-    _has_ended = False
-    _number = _num_batches = 0  # parts of validations that have ended, one per loader; batches of the present one
+    _may_stop = False  # whether a signal may stop the present validation before its end
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -221,22 +203,24 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
             return super().run() if trainer.sanity_checking else self._run_within_fit()
 
     def _run_within_fit(self) -> Any:
-        self._num_batches, self._has_ended, self._may_stop = 0, False, not stands_in(self.trainer)
+        owners = (self.trainer.lightning_module, *callbacks_of(self.trainer))
+        # hooks may put an average of the weights in their place, until others have ended it
+        self._may_stop = not any(isinstance(one, WeightAveraging) or _has_own_start(one) for one in owners)
         progress = copy.deepcopy(self.batch_progress.state_dict())
         metrics = [(metric, metric_state(metric)) for metric in metrics_of(self.trainer.lightning_module)]
         fit_loop: Any = self.trainer.fit_loop
         try:
-            with replaced(self, "is_within_fit", True):
-                results = super().run()
-                if not self._has_ended:  # this rank has no batch, and others may
-                    self._end_part()
-                fit_loop.agree_to_end(at_once=True)
-                return results
+            results = super().run()
+            self._end()
+            fit_loop.agree_to_end(at_once=True)
+            return results
         except ValidationStopped:
             self.batch_progress.load_state_dict(progress)
             for metric, state in metrics:
                 vars(metric).update(state)
             raise
+        finally:
+            self._may_stop = False
 
     def after_batch(self) -> None:
         """Stop between two batches of a validation within training, if a signal asks for it.
@@ -244,23 +228,22 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
         Raises:
             ValidationStopped: all ranks stop here.
         """
-        self._num_batches += 1
-        if self._may_stop and not self.batch_progress.is_last_batch:
+        if not self.batch_progress.is_last_batch and not self._is_exchanged_by_loader():
             self._stop(ended=False)
 
-    def _end_part(self) -> None:
-        self._has_ended = True
-        self._stop(ended=True)
-        self._number += 1
-        self._num_batches = 0
+    def _end(self) -> None:
+        """Wait for ranks that may have stopped, before values are exchanged with them."""
+        if self._may_stop and ranks_of(self.trainer.strategy) is not None and not self._is_exchanged_by_loader():
+            self._may_stop = False
+            self._stop(ended=True)
 
     def _stop(self, ended: bool) -> None:
         """Stop if a signal was received; several processes agree, and wait for each other at the validation's end."""
-        received = self.trainer._signal_connector.received_sigterm
-        ranks = ranks_of(self.trainer.strategy)
+        received, ranks = self.trainer._signal_connector.received_sigterm, ranks_of(self.trainer.strategy)
         stops = received and not ended
         if ranks is not None:
-            stops = ranks.group.stopping.stops_validation(received, self._number, self._num_batches, ended)
+            number, num_batches = self.trainer.fit_loop.total_batch_idx, self.batch_progress.current.ready
+            stops = ranks.group.stopping.stops_validation(received, number, num_batches, ended)
         if stops:
             raise ValidationStopped
 
@@ -271,14 +254,8 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
 
     @override
     def setup_data(self) -> None:
-        fit_loop: Any = self.trainer.fit_loop
-        before, trained, random = self._combined_loader, fit_loop._combined_loader, self.random_of_training
-        fits = self.trainer.state.fn == TrainerFn.FITTING
-        if fits and trained is not None and (random or self.trainer.num_sanity_val_steps):
-            random = fit_loop.random_of_loaders
-        with rng.isolated() if random else nullcontext():  # so that a `random_split` in both methods is one split
-            if random:
-                rng.restore(random)
+        before, fits = self._combined_loader, self.trainer.state.fn == TrainerFn.FITTING
+        with rng.isolated() if fits else nullcontext():
             super().setup_data()
         combined = self._combined_loader
         if combined is None or combined is before or not fits:
@@ -300,7 +277,7 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
         self._store_until(dataloader_idx)
         if self._plan is None:
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
-            if self.is_within_fit:
+            if self._may_stop:
                 self.after_batch()
         else:
             self._has_run = not self._plan.sanity_checks
@@ -309,12 +286,8 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
     @override
     def _store_dataloader_outputs(self) -> None:
         if not self._is_exchanged_by_loader():
-            self._store_outputs()
-
-    def _store_outputs(self) -> None:
-        if self.is_within_fit:  # ranks exchange the values of this loader's batches: one that stopped would not come
-            self._end_part()
-        super()._store_dataloader_outputs()
+            self._end()
+            super()._store_dataloader_outputs()
 
     @override
     def on_run_end(self) -> list[Any]:
@@ -340,7 +313,7 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
         for index in range(self._to_store, end):
             if not index or self.max_batches[index]:
                 results.dataloader_idx = index
-                self._store_outputs()
+                super()._store_dataloader_outputs()
         self._to_store, results.dataloader_idx = end, current
 
 

@@ -1,6 +1,5 @@
 """A validation leaves the training around it as it was, finished or stopped."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from tiny import Tiny, quiet
-from torch.utils.data import DataLoader, Subset, random_split
+from torch.utils.data import DataLoader
 
 from evener.trainer.checkpoint import Checkpoint
 
@@ -48,49 +47,6 @@ def test_validation_leaves_training_as_it_is(given: bool) -> None:
         trainer.fit(module, loader, loader if given else DataLoader(SAMPLES[:6], 2))
     assert len(modules[0].losses) == 8
     assert modules[0].losses == modules[1].losses
-
-
-class Split(Tiny):
-    """Splits its samples in each of its loader methods, as one does who takes the random state there for the same."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder, self.read = folder, dict[str, list[float]](train=[], val=[])
-
-    def split(self) -> list[Subset[torch.Tensor]]:
-        return random_split(torch.arange(20.0)[:, None], [14, 6])  # pyright: ignore[reportArgumentType]
-
-    def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(self.split()[0], 2, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(self.split()[1], 2)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.read["train"] += batch.flatten().tolist()
-        return super().training_step(batch / 20, batch_idx)
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        if not self.trainer.sanity_checking:
-            self.read["val"] += batch.flatten().tolist()
-
-    def on_fit_end(self) -> None:
-        (self.folder / f"{self.current_epoch}-{self.global_rank}").write_text(json.dumps(self.read))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_split_in_both_loader_methods_is_one_split(num_ranks: int, tmp_path: Path) -> None:
-    # the sanity check drew its own; ranks, which had looked at samples before, drew another one when resumed
-    for epochs in (1, 2):
-        pl.seed_everything(3, verbose=False)
-        options: dict[str, Any] = {"devices": num_ranks, "strategy": "ddp" if num_ranks > 1 else "auto"}
-        trainer = quiet(max_epochs=epochs, callbacks=[Checkpoint(tmp_path, every_n_epochs=1)], **options)
-        trainer.fit(Split(tmp_path), ckpt_path=tmp_path / "last.ckpt" if epochs > 1 else None)
-    read = [[json.loads(path.read_text()) for path in tmp_path.glob(f"{epoch}-*")] for epoch in (1, 2)]
-    train, val = ([{one for rank in ranks for one in rank[part]} for ranks in read] for part in ("train", "val"))
-    assert train[0] == train[1]
-    assert val[0] == val[1]
-    assert (len(train[0]), len(val[0] - train[0])) == (14, 6)
 
 
 @pytest.mark.parametrize("in_module", [False, True], ids=["a callback's", "the module's own"])
