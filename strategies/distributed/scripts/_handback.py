@@ -6,11 +6,9 @@ name travels instead of the object, and the script's own object takes its place.
 """
 
 import io
-import marshal
 import pickle
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -27,26 +25,19 @@ from ...core import rng
 from ...core.module_checks import callbacks_of
 
 _OF_LIGHTNING = {
-    "trainer": ("callbacks", "state", "should_stop", "val_check_batch"),
+    "trainer": ("callbacks", "state", "should_stop"),
     "metrics": ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter"),
     "strategy": ("optimizers", "lr_scheduler_configs"),
     "precision": ("scaler",),
 }
 """Known objects of Lightning, and their attributes that a run changes."""
 
-_OF_LOOPS = ("max_batches", "_max_batches")
-"""Attributes of loops, besides their progress and numbers."""
-
 _INTERNAL = frozenset(vars(pl.LightningModule())) - {
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "_hparams"
 }  # fmt: skip
 """Attributes of modules that stay the script's."""
-
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
-
-
-class _Lost:
-    """In the place of an attribute that can't be pickled."""
 
 
 def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
@@ -77,13 +68,10 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: 
     if is_whole:
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
     changed = {name: value for name, value in known.items() if is_whole or isinstance(value, pl.Callback)}
-    attributes = {name: found for name, value in changed.items() if (found := dict(_attributes(name, value)))}
-    parameters = {
-        name: (value.detach(), value.grad, value.requires_grad)
-        for name, value in changed.items()
-        if isinstance(value, nn.Parameter)
-    }
-    lost = _leave_out(attributes, known, ids)
+    attributes = {name: found for name, value in changed.items() if (found := _attributes(name, value))}
+    weights = {name: value for name, value in changed.items() if isinstance(value, nn.Parameter)}
+    parameters = {name: (weight.detach(), weight.requires_grad) for name, weight in weights.items()}
+    lost = [] if _pickles(attributes, ids) else _leave_out(attributes, known, ids)
     results = move_data_to_device(results, torch.device("cpu"))
     return _dumps((attributes, parameters, rng.random_state(), results, lost if is_whole else []), ids)
 
@@ -91,23 +79,22 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: 
 def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     """Bring a script's known objects to the state of rank 0's; returns what the trainer returned there."""
     attributes, parameters, random_state, results, lost = _Unpickler(packed, known).load()
-    for name, (data, gradient, requires_grad) in parameters.items():
-        parameter: nn.Parameter = known[name]
-        parameter.grad = None
-        parameter.data = data
-        parameter.requires_grad_(requires_grad)
-        parameter.grad = gradient
+    for name, (data, requires_grad) in parameters.items():
+        known[name].grad = None
+        known[name].data = data
+        known[name].requires_grad_(requires_grad)
     module = trainer.lightning_module
     module.trainer = trainer
     trainer.strategy.connect(module)
     for name, found in attributes.items():
         owner = known[name]
-        if isinstance(owner, (nn.Module, pl.Callback, Logger)):
-            for key in set(dict(_attributes(name, owner))).difference(found):
-                del vars(owner)[key]  # a layer has taken the place of an attribute that was None, say
-        for key, value in found.items():
-            if value is not _Lost:
-                _set(owner, key, value)
+        if name in _OF_LIGHTNING:  # some are properties
+            for key, value in found.items():
+                setattr(owner, key, value)
+            continue
+        for key in (key for space in _REGISTERED for key in found.get(space, ())):
+            vars(owner).pop(key, None)  # a layer has taken the place of an attribute that was None, say
+        vars(owner).update(found)
     rng.set_random_state(random_state)
     if lost:
         rank_zero_warn(
@@ -117,20 +104,6 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     return results
 
 
-def _set(owner: Any, key: str, value: Any) -> None:
-    """Set an attribute; a list, dict or set stays the object that the script may hold by another name."""
-    old: Any = vars(owner).get(key)
-    if type(value) is list and type(old) is list:
-        old[:] = value
-    elif type(value) in (dict, set) and type(old) is type(value):
-        old.clear()
-        old.update(value)
-    elif isinstance(getattr(type(owner), key, None), property):
-        setattr(owner, key, value)
-    else:
-        vars(owner)[key] = value
-
-
 def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
     for name, loop in vars(owner).items():
         if isinstance(loop, _Loop):
@@ -138,28 +111,26 @@ def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
             yield from _loops(loop, f"{before}{name}.")
 
 
-def _attributes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(name: str, value: Any) -> dict[str, Any]:
     """The attributes of a known object that a run may have changed."""
     if name in _OF_LIGHTNING:
-        yield from ((key, getattr(value, key)) for key in _OF_LIGHTNING[name] if hasattr(value, key))
-    elif isinstance(value, _Loop):
-        plain, named = (_BaseProgress, bool, int, float), (*_OF_LOOPS, *getattr(value, "brought_back", ()))
-        yield from ((key, item) for key, item in vars(value).items() if isinstance(item, plain) or key in named)
-    elif isinstance(value, nn.Module):
-        yield from ((key, item) for key, item in vars(value).items() if key not in _INTERNAL)
-    elif isinstance(value, (pl.Callback, Logger)):
-        yield from vars(value).items()
+        return {key: getattr(value, key) for key in _OF_LIGHTNING[name] if hasattr(value, key)}
+    if isinstance(value, _Loop):
+        plain, named = (_BaseProgress, bool, int, float), getattr(value, "brought_back", ())
+        return {key: item for key, item in vars(value).items() if isinstance(item, plain) or key in named}
+    if isinstance(value, (nn.Module, pl.Callback, Logger)):
+        return {key: item for key, item in vars(value).items() if key not in _INTERNAL}
+    return {}
 
 
 def _leave_out(attributes: Mapping[str, dict[str, Any]], known: Mapping[str, Any], ids: Mapping[int, str]) -> list[str]:
     """Take out what can't be pickled; name it where it is the user's, or Lightning's state of the run."""
     lost: list[str] = []
-    for name, found in () if _pickles(attributes, ids) else attributes.items():
+    for name, found in attributes.items():
         for key in [key for key, item in found.items() if not _pickles(item, ids)]:
-            found[key] = _Lost
-            if name in _OF_LIGHTNING:
-                lost.append(key)
-            elif type(known[name]).__module__.partition(".")[0] not in _LIBRARIES:
+            del found[key]
+            package = type(known[name]).__module__.partition(".")[0]
+            if name in _OF_LIGHTNING or package not in _LIBRARIES:
                 lost.append(f"{type(known[name]).__name__}.{key}")
     return lost
 
@@ -179,22 +150,12 @@ def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
 
 
 def reduce_method(method: MethodType) -> tuple[Any, tuple[Any, Any]]:
-    """How to pickle a method: by name, or as its function and object if the object does not have it by that name."""
-    owner, name = method.__self__, method.__name__
-    if getattr(owner, name, None) == method:
-        return getattr, (owner, name)
-    return _bound, (method.__func__, owner)
+    """How to pickle a method: as its function and object, which may have it by another name."""
+    return _bound, (method.__func__, method.__self__)
 
 
 def _bound(function: Any, owner: Any) -> MethodType:
     return MethodType(function, owner)
-
-
-def _function(code: bytes, module: str, name: str, defaults: Any, keywords: Any, values: tuple[Any, ...]) -> Any:
-    closure = tuple(map(CellType, values))
-    function = FunctionType(marshal.loads(code), vars(import_module(module)), name, defaults, closure)
-    function.__kwdefaults__ = keywords
-    return function
 
 
 class _Pickler(pickle.Pickler):
@@ -206,10 +167,6 @@ class _Pickler(pickle.Pickler):
         return self._ids.get(id(obj))
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType) and "<" in obj.__qualname__:  # a lambda, as a LambdaLR has, or a nested one
-            values = tuple(cell.cell_contents for cell in obj.__closure__ or ())
-            code = marshal.dumps(obj.__code__)  # for a process of the same Python
-            return _function, (code, obj.__module__, obj.__name__, obj.__defaults__, obj.__kwdefaults__, values)
         return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
 
 
