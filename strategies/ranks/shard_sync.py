@@ -24,12 +24,11 @@ from ..distributed.objects import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.module_parts import find_parts
 from ..sharding.call_order import CallOrder
-from ..sharding.deferred import DeferredTensors
 from ..sharding.parts import automatic_parts, named_parts
-from ..sharding.refusals import DIFFERENTIATED, NUMPY, LateParameters, verify_plain, verify_run, without_values
+from ..sharding.refusals import LateParameters, verify_plain
 from ..sharding.shard_calls import ShardCalls
 from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
-from ..sharding.whole import broadcast_together, gather_tree, shard_like
+from ..sharding.whole import apply_anew, broadcast_together, gather_tree, shard_like
 from .gradient_sync import GradientSync
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ class ShardSync(GradientSync):
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool | None) -> None:
         super().__init__(strategy)
         self._options, self._finds_unused = options, find_unused
-        self._deferred: DeferredTensors | None = None
+        self._built = dict[str, Tensor]()
+        """What `configure_model` has made, by name, until it is cut."""
         self._shards: ShardedModule | None = None
         self._late: LateParameters | None = None
         self._reduces, self._had_none, self._at_end = True, set[int](), ExitStack()
@@ -65,11 +65,12 @@ class ShardSync(GradientSync):
 
     @contextmanager
     def creating(self, module: nn.Module) -> Generator[None]:
-        """Build the layers of `configure_model` without memory; `place` fills them shard by shard."""
-        self._deferred = DeferredTensors()
-        with self._deferred:
+        """Build the layers of `configure_model` in the first rank's host memory alone; `place` sends them to all."""
+        before = {id(tensor) for _, tensor in _tensors(module)}
+        with torch.device("cpu" if self._strategy.is_global_zero else "meta"):
             yield
-        self._deferred.to_meta(module)
+        self._built = {name: tensor.detach() for name, tensor in _tensors(module) if id(tensor) not in before}
+        apply_anew(module, lambda one: one if id(one) in before else torch.empty_like(one, device="meta"))
 
     def place(self, trainer: pl.Trainer) -> None:
         """Cut the module over the ranks, and make the optimizers of its shards."""
@@ -91,7 +92,6 @@ class ShardSync(GradientSync):
                 self._at_end.callback(Replacement(module, name, self._toggle).remove)
             strategy.setup_optimizers(trainer)
             self._shards.give_shards(strategy.optimizers)
-            verify_run(callbacks_of(trainer), strategy.optimizers)
             self._late = LateParameters(module)
             for handle in self._late.handles:
                 self._at_end.callback(handle.remove)
@@ -118,7 +118,13 @@ class ShardSync(GradientSync):
             found.verify_same(options)
             return found
         parts = self._parts(module, options.shard)
-        waiting = {name: tensor for name, tensor in _tensors(module) if tensor.is_meta}
+        waiting = [name for name, tensor in _tensors(module) if tensor.is_meta]
+        for name in waiting:
+            if name not in self._built or (self._built[name].is_meta and self._strategy.is_global_zero):
+                raise ConfigError(
+                    f"fsdp: {name} is on the meta device, so that it has no values. Build the layers in "
+                    "configure_model, without torch.device('meta'): only the first rank has memory for them there."
+                )
         broadcast_weights(module, device)
         num, replicas = self._strategy.num_together, options.replicas
         if num % replicas:
@@ -152,18 +158,16 @@ class ShardSync(GradientSync):
         if self._finds_unused is None:
             self._finds_unused = True
 
-    def _fill(self, shards: ShardedModule, waiting: Mapping[str, Tensor], device: torch.device) -> None:
-        """Compute the tensors that `configure_model` has only announced, one by one, and keep this rank's shards."""
-        if self._deferred is None:
-            raise ConfigError(without_values(next(iter(waiting))))
+    @torch.no_grad()
+    def _fill(self, shards: ShardedModule, waiting: Collection[str], device: torch.device) -> None:
+        """Send what `configure_model` has made on the first rank, tensor by tensor, and keep this rank's shards."""
         shards.allocate(device)
         for name, tensor in _tensors(shards.module):
             if name in waiting:
-                value = self._deferred.value(waiting[name]).to(device)
+                made = self._built.pop(name)
+                value = torch.empty_like(made, device=device) if made.is_meta else made.to(device)
                 dist.broadcast(value, 0)
-                with torch.no_grad():
-                    tensor.copy_(shard_like(value, tensor))
-        self._deferred = None
+                tensor.copy_(shard_like(value, tensor))
 
     def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
         """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
@@ -252,14 +256,6 @@ class ShardSync(GradientSync):
             if name in gradients:
                 mean = reduce_tensor(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
                 parameter.grad = shard_like(mean, parameter)
-
-    @override
-    def fail(self, exception: BaseException) -> None:
-        """Tell what an error of torch comes from."""
-        causes = {"appears to not have been used in the graph": DIFFERENTIATED, "storage that is not resizable": NUMPY}
-        for said, cause in causes.items():
-            if said in str(exception):
-                exception.args = (f"{cause} torch: {exception}",)
 
     @override
     @contextmanager

@@ -23,7 +23,7 @@ from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from .call_order import CallOrder, InOrder
 from .gathered import Gathered, Kept
-from .refusals import refuse_assigned, refuse_copy, refuse_unreduced, verify_dtypes
+from .refusals import refuse_unreduced
 from .whole import apply_anew, put_together, shard_entry
 
 _KEY = "evener_shards"
@@ -90,7 +90,6 @@ class ShardedModule:
         """By which ranks communicate parts in one order during a run."""
         self._before = dict(module.named_parameters(remove_duplicate=False))
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
-        verify_dtypes(module, names)
         parts = [module.get_submodule(name) for name in names]
         hooks = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in module.parameters()]
         self._gathered: dict[nn.Module, list[Gathered]] = {part: [] for part in parts}
@@ -124,11 +123,7 @@ class ShardedModule:
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
             parameter._backward_hooks = backward
             parameter._post_accumulate_grad_hooks = accumulated
-        for part in parts:
-            setattr(type(part), "__deepcopy__", refuse_copy)  # noqa: B010  # a class that `fully_shard` has made
-        for part in (module, *parts):
-            part.register_load_state_dict_pre_hook(refuse_assigned)
-        vars(module).update({_KEY: self, "__deepcopy__": partial(refuse_copy, module)})
+        vars(module)[_KEY] = self
         self._conversion = Replacement(module, "_apply", self._convert)
         for layer in (one for one in module.modules() if isinstance(one, nn.RNNBase)):
             # cuDNN would have the weights look at memory of its own, into which no later values are gathered
@@ -382,8 +377,7 @@ class ShardedModule:
             for hooks in [value for key, value in vars(part).items() if key.endswith("_hooks")]:
                 for number in self._hooks:
                     hooks.pop(number, None)
-        for key in (_KEY, "__deepcopy__"):
-            del vars(self.module)[key]
+        del vars(self.module)[_KEY]
 
     def take_unused(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by name, that had no gradient on this rank since this was last asked for."""

@@ -234,7 +234,6 @@ NEEDS_WHOLE: dict[str, Callable[[Hooked], Any]] = {
 REFUSED: dict[str, tuple[Callable[[Hooked], Any], str]] = {
     **{name: (function, r"fsdp: `\w+( = )?` is called with a parameter, ") for name, function in NEEDS_WHOLE.items()},
     "replaced": (replaced_parameter, "fsdp: net.0.weight was added, or replaced by another parameter, after the"),
-    "assigned": (lambda m: m.load_state_dict(m.start_state, assign=True), r"fsdp: load_state_dict\(assign=True\)"),
 }
 
 

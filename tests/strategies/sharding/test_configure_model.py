@@ -1,4 +1,4 @@
-"""A module that is built without its large tensors gets the values that it would have had."""
+"""Layers that `configure_model` builds under fsdp, of which only the first rank has the values until they are cut."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,26 +6,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from distributed import run_ranks
+from distributed import RankError, run_ranks
 from regression import Numbered, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
-from evener.strategies.sharding.deferred import DeferredTensors
-
-
-def test_a_module_that_is_built_without_its_large_tensors_has_their_numbers_but_no_shapes_by_values() -> None:
-    torch.manual_seed(0)
-    expected = nn.Linear(80, 80).weight.sum().item()
-    torch.manual_seed(0)
-    with DeferredTensors():
-        weight = nn.Linear(80, 80).weight
-        assert weight.sum().item() == pytest.approx(expected, abs=1e-5)
-        with pytest.raises(ConfigError, match=r"the shape of what configure_model computes"):
-            weight.nonzero()
-    with pytest.raises(ConfigError, match=r"a parameter is on the meta device, so that it has no values"):
-        DeferredTensors().value(torch.empty(5, device="meta"))
+from evener.strategies import FSDPStrategy, SingleDeviceStrategy
 
 
 class Stream(IterableDataset[Any]):
@@ -34,7 +20,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Built(pl.LightningModule):
-    """Builds its layers, of which one takes no part, in `configure_model`, without memory under fsdp."""
+    """Builds its layers, of which one takes no part, in `configure_model`."""
 
     def __init__(self, compares_samples: bool = False) -> None:
         super().__init__()
@@ -80,3 +66,18 @@ def test_a_loss_of_layers_that_configure_model_builds_is_compared_once_they_are_
     expected = _built(1, is_validated, kind)
     for trained in run_ranks(_built, 2, 2, is_validated, kind):
         torch.testing.assert_close(trained, expected, rtol=0, atol=1e-10)
+
+
+class Empty(Built):
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            super().configure_model()
+
+
+def _empty() -> None:
+    quiet_trainer(FSDPStrategy(timeout_s=60), 2).fit(Empty(), DataLoader(Numbered(), 6))
+
+
+def test_layers_that_no_rank_has_values_of_are_refused() -> None:
+    with pytest.raises(RankError, match=r"fsdp: net\.0\.weight is on the meta device, so that it has no values"):
+        run_ranks(_empty, 2)
