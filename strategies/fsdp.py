@@ -132,7 +132,6 @@ class FSDPStrategy(RankStrategy):
             checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self.balance.kept.save(checkpoint)
         writers = Writers(self.is_global_zero, self.broadcast, self.group.timeout_s)
         io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, writers)
 
@@ -140,9 +139,7 @@ class FSDPStrategy(RankStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if (io := self._shard_io) is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = io.load_shards(checkpoint_path, self.global_rank, self.num_together)
-        self.balance.kept.load(checkpoint)
-        return checkpoint
+        return io.load_shards(checkpoint_path, self.global_rank, self.num_together)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,5 +1,5 @@
 """Measure devices and ranks, and solve for their shares of the batch.
 
-Exports: ranks, controller, checkpointed.
+Exports: ranks, controller.
 May import: core, batch.
 """

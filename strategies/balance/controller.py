@@ -1,85 +1,80 @@
-"""Compute the share of each device from measurements, and decide when to adopt new shares.
+"""Compute the share of each device from measured times, and decide when to adopt new shares.
 
-Both are pure functions of numbers, without devices, clocks or processes, so replicas and ranks share them.
+All this is numbers, without devices, clocks or processes, so replicas and ranks share it.
 """
 
-import math
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean, median
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from statistics import geometric_mean, linear_regression, median
+from typing import Annotated, Any, TypeAlias
 
-from ..batch.policies import Weighted
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from ..batch.policies import Even, Policy, Weighted
 from ..core.options import Limit
-from ._estimates import fitted_times, relative_error
-from ._solver import DeviceCost, Objective, largest_load, solve, with_equal_others
 
 Hysteresis: TypeAlias = Annotated[float, Limit(">=", 0), Limit("<", 1)]
-"""Fraction of the largest time or memory that new shares must save to be adopted."""
+"""Fraction of the largest time that new shares must save to be adopted."""
+
+Timed: TypeAlias = tuple[int, float]
+"""Samples of a chunk, and its time in units of what the devices took per sample, on the average, in the same step."""
 
 LARGEST_CUT = 0.5
 """Minimum fraction of its samples that a device keeps in one change: far from measured sizes, costs are guesses."""
 
-MIN_MEASUREMENTS: dict[Objective, int] = {"time": 6, "memory": 3}
+MIN_MEASUREMENTS = 6
 """Measurements of every device at its current size before shares change: the median of fewer may be noise."""
 
-SHARED_CHANGE = 1.25
-"""Ratio of the devices' common time per sample, then and now, from which old times are scaled to now's."""
+DISTINCT_SIZES = 1.25
+"""Ratio of largest to smallest measured size from which a line is fitted to find the fixed time."""
 
-_DECIDED = {"fixed_bytes", "num_observed", "full_batch", "shares", "needed"}
-"""What the state has beside the measurements, by the names of attributes."""
-
-
-class Timed(NamedTuple):
-    """A measured chunk: samples, seconds, the devices' common seconds per sample, and which devices had samples."""
-
-    size: int
-    seconds: float
-    level: float
-    together: tuple[int, ...]
+SMALLEST_SLOPE = 0.1
+"""Smallest fraction of a chunk's time that is attributed to its samples, whatever a noisy fit gives."""
 
 
 @dataclass(eq=False)
-class BalanceController:
+class BalanceController(Policy):
     """Computes shares of the batch from measurements, and keeps them until others are clearly better.
 
-    A device's seconds are medians of its last measurements, so that one slow step changes nothing. Until a device was
-    measured at two clearly different sizes, its seconds are assumed proportional to its samples; then a fitted line
-    gives the fixed time per chunk. Without it, a device would look slower the fewer samples it has, and lose them all.
+    A device's time is the median of its last measurements, so that one slow step changes nothing. Until a device was
+    measured at two clearly different sizes, its time is assumed proportional to its samples; then a fitted line gives
+    the fixed time per chunk. Without it, a device would look slower the fewer samples it has, and lose them all.
 
     Other programs may slow all devices at once, and each at random. Devices are therefore compared within each step,
     by their time relative to the common one: shares change only if what they gain exceeds the scatter of these ratios.
 
     Args:
-        num_devices: number of devices or ranks.
-        objective: quantity to equalize.
-        hysteresis: fraction of the largest time or memory that new shares must save to be adopted; if the devices'
-            times scatter relative to each other, they must save more than that explains.
+        hysteresis: fraction of the largest time that new shares must save to be adopted; if the devices' times scatter
+            relative to each other, they must save more than that explains.
         warmup: number of first measurements to discard, because first steps are slow.
         window: number of measurements of one size that count; of all sizes, three times as many.
-        only_first: only find the first device's share; the others share the rest evenly.
-        limit_bytes: memory per device in bytes; None for no limit.
     """
 
-    num_devices: int
-    objective: Objective = "time"
     hysteresis: float = 0.02
     warmup: int = 2
     window: int = 16
-    only_first: bool = False
-    limit_bytes: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        num = self.num_devices
-        self._fixed_bytes = [0.0] * num
-        self._seconds: list[deque[Timed]] = [deque(maxlen=3 * self.window) for _ in range(num)]
-        self._bytes: list[deque[float]] = [deque(maxlen=self.window) for _ in range(num)]
-        self._last_seconds = [0.0] * num
-        self._num_observed = 0
-        self._full_batch = 0
         self._shares: list[float] | None = None
-        self._needed = MIN_MEASUREMENTS[self.objective]
+        self._reset(0)
+
+    def begin(self, num_devices: int) -> None:
+        """Begin a run on as many devices, or ranks; what was measured on another number of them is forgotten."""
+        if self._shares is not None and len(self._shares) != num_devices:
+            rank_zero_info(f"balance: shares are for {len(self._shares)} devices, not {num_devices}; measuring again.")
+            self._shares = None
+        if self.num_devices != num_devices:
+            self._reset(num_devices)
+
+    def _reset(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+        self._times = [deque[Timed](maxlen=3 * self.window) for _ in range(num_devices)]
+        self._last_seconds = [0.0] * num_devices
+        self._num_observed = self._full_batch = 0
+        self._needed = MIN_MEASUREMENTS
 
     @property
     def shares(self) -> list[float]:
@@ -87,144 +82,134 @@ class BalanceController:
         return self._shares or [1 / self.num_devices] * self.num_devices
 
     @property
+    def policy(self) -> Policy:
+        """Cuts batches by the present shares; evenly until there are measurements."""
+        return Even() if self._shares is None else Weighted(tuple(self._shares))
+
+    @property
     def efficiency(self) -> float:
         """Mean over largest time of the devices in the last measurement: 1 if all were busy all the time."""
         largest = max(self._last_seconds)
         return sum(self._last_seconds) / len(self._last_seconds) / largest if largest > 0 else 1.0
 
-    def propose(self, num_samples: int) -> list[int]:
-        """Propose samples per device for a batch of `num_samples`; even until there are measurements."""
-        return Weighted(tuple(self.shares)).sizes(num_samples, self.num_devices)
+    @override
+    def sizes(self, num_samples: int, num_parts: int) -> list[int]:
+        return self.policy.sizes(num_samples, num_parts)
 
-    def observe(
-        self,
-        sizes: Sequence[int],
-        seconds: Sequence[float],
-        used_bytes: Sequence[float] | None = None,
-        fixed_bytes: Sequence[float] | None = None,
-    ) -> bool:
+    def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> bool:
         """Record a step's measurements, and adopt new shares if they are better by more than the hysteresis.
 
-        Batches smaller than the largest so far are ignored, because fixed costs weigh more in them.
+        Batches smaller than the largest so far, or that leave a device without samples, are ignored: fixed costs weigh
+        more in them.
 
         Args:
             sizes: samples per device.
-            seconds: seconds per device; ignored for a device without samples.
-            used_bytes: bytes per device that its samples took; None if memory was not measured.
-            fixed_bytes: bytes per device that are used without samples; None keeps the last value.
+            seconds: seconds per device.
 
         Returns:
             Whether the shares changed.
         """
         self._num_observed += 1
-        if self._num_observed <= self.warmup or sum(sizes) < self._full_batch:
+        if self._num_observed <= self.warmup or sum(sizes) < self._full_batch or not all(sizes):
             return False
         self._full_batch = sum(sizes)
-        self._fixed_bytes = list(fixed_bytes or self._fixed_bytes)
-        self._last_seconds = [float(value) for value in seconds]
-        together = tuple(i for i, size in enumerate(sizes) if size > 0)
-        # seconds per sample that all devices with samples share in this step
-        level = geometric_mean(max(seconds[i], 1e-9) / sizes[i] for i in together)
-        for i, size in enumerate(sizes):
-            if size > 0:
-                self._seconds[i].append(Timed(size, float(seconds[i]), level, together))
-                if used_bytes is not None:
-                    self._bytes[i].append(used_bytes[i] / size)
+        self._last_seconds = [max(float(time), 1e-9) for time in seconds]
+        common = geometric_mean(time / size for size, time in zip(sizes, self._last_seconds, strict=True))
+        for times, size, time in zip(self._times, sizes, self._last_seconds, strict=True):
+            times.append((size, time / common))
         return self._resolve()
 
     def metrics(self) -> dict[str, float]:
-        """Share, seconds and bytes per sample of each device, and the efficiency, by name in the log."""
+        """Share and seconds of each device, and the efficiency, by name in the log."""
         values = {"balance/efficiency": self.efficiency}
         for i, share in enumerate(self.shares):
-            values[f"balance/share_{i}"] = share
-            values[f"balance/time_s_{i}"] = self._last_seconds[i]
-            values[f"balance/bytes_per_sample_{i}"] = max(self._bytes[i], default=0.0)
+            values |= {f"balance/share_{i}": share, f"balance/time_s_{i}": self._last_seconds[i]}
         return values
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return measurements and shares in plain lists."""
-        measured: dict[str, Any] = {
-            "seconds": [[[*t[:3], list(t.together)] for t in values] for values in self._seconds],
-            "bytes": [list(values) for values in self._bytes],
-        }
-        return measured | {name: getattr(self, f"_{name}") for name in _DECIDED}
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Add the shares to a checkpoint that is about to be written."""
+        if self._shares is not None:
+            checkpoint["balance"] = {"shares": self._shares}
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Load the state of a checkpoint; False if it was measured on another number of devices, and was not loaded."""
-        if len(state["seconds"]) != self.num_devices:
-            return False
-        for own, values in zip(self._seconds, state["seconds"], strict=True):
-            own.clear()
-            # a checkpoint of an older version has samples and seconds only, which can't be compared within steps
-            own.extend(Timed(t[0], t[1], t[2], tuple(t[3])) for t in values if len(t) == len(Timed._fields))
-        self._bytes = [deque(values, maxlen=self.window) for values in state["bytes"]]
-        for name in _DECIDED & state.keys():
-            setattr(self, f"_{name}", state[name])
-        return True
-
-    def costs(self) -> list[DeviceCost]:
-        """Estimate the cost of samples on each device from the measurements so far."""
-        times = [fitted_times(_as_now(values, self.window), self.window) for values in self._seconds]
-        limits = self.limit_bytes or [math.inf] * self.num_devices
-        largest = [max(values, default=0.0) for values in self._bytes]
-        parts = zip(times, largest, self._fixed_bytes, limits, strict=True)
-        costs = [DeviceCost(slope, fixed, per_sample, *memory) for (fixed, slope), per_sample, *memory in parts]
-        return with_equal_others(costs) if self.only_first and len(costs) > 2 else costs
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Take the shares of a checkpoint for the next run; older ones hold measurements, too."""
+        shares = checkpoint.get("balance", {}).get("shares")
+        if shares and all(shares):  # a device without samples can't be measured
+            self._shares = shares
 
     def _resolve(self) -> bool:
-        costs, num_samples = self.costs(), self._full_batch
-        measured = self._measured_now()
-        counted = measured if self.objective == "time" else self._bytes
-        if any(len(values) < self._needed for values in counted) or not num_samples:
+        now = self.sizes(self._full_batch, self.num_devices)
+        measured = [
+            [timed for timed in times if timed[0] == size][-self.window :]
+            for size, times in zip(now, self._times, strict=True)
+        ]
+        if min(map(len, measured)) < self._needed:
             return False
-        solved = solve(num_samples, costs, self.objective)
-        now = largest_load(self.propose(num_samples), costs, self.objective)
-        if largest_load(solved, costs, self.objective) >= (1 - self._least_gain(measured)) * now:
+        costs = [fitted_times(list(times), self.window) for times in self._times]
+        best = solve(self._full_batch, costs)
+        scatter = (relative_error([time / size for size, time in times]) for times in measured)
+        if largest_time(best, costs) >= (1 - max(self.hysteresis, *scatter)) * largest_time(now, costs):
             return False
-        if self.objective == "time":
-            solved = cautious(self.propose(num_samples), solved)
-        self._shares = [size / num_samples for size in solved]
+        self._shares = [size / self._full_batch for size in cautious(now, best)]
         self._needed = min(self._needed + 2, self.window)
         return True
 
-    def _measured_now(self) -> list[list[Timed]]:
-        """Each device's last chunks of its current size; of all sizes for a device without samples."""
-        sizes = self.propose(self._full_batch)
-        return [
-            [timed for timed in values if timed.size == size or not size][-self.window :]
-            for size, values in zip(sizes, self._seconds, strict=True)
-        ]
 
-    def _least_gain(self, measured: Sequence[Sequence[Timed]]) -> float:
-        """Fraction of the largest load that new shares must save."""
-        if self.objective == "memory":
-            return self.hysteresis
-        ratios = [[timed.seconds / timed.size / timed.level for timed in values] for values in measured]
-        return max(self.hysteresis, *map(relative_error, ratios))
+def fitted_times(times: Sequence[Timed], window: int) -> tuple[float, float]:
+    """Split a device's times into a fixed one per chunk and one per sample.
 
-
-def _as_now(values: Sequence[Timed], window: int) -> list[tuple[int, float]]:
-    """Samples and seconds of a device's chunks, without what all devices shared in a step.
-
-    A chunk's time relative to the common one is multiplied by the median of the common times while chunks had its size;
-    if that has clearly changed since, by the present one. (Fixed times change it, too, but by less.)
+    Args:
+        times: of its last chunks, the newest last.
+        window: number of chunks of each size that count.
     """
-    if not values:
-        return []
-    together = values[-1].together
-    same = [timed for timed in values if timed.together == together]
-    levels = {
-        size: median([timed.level for timed in same if timed.size == size][-window:])
-        for size in {timed.size for timed in same}
-    }
-    now = levels[values[-1].size]
-    for size, level in levels.items():
-        if max(now / level, level / now) > SHARED_CHANGE:
-            levels[size] = now
-    return [
-        (timed.size, timed.seconds / timed.level * levels[timed.size] if timed.together == together else timed.seconds)
-        for timed in values
-    ]
+    by_size: dict[int, list[float]] = {}
+    for size, time in times:
+        by_size.setdefault(size, []).append(time)
+    points = {size: median(values[-window:]) for size, values in by_size.items()}
+    size = times[-1][0]
+    proportional = points[size] / size
+    if max(points) < DISTINCT_SIZES * min(points):
+        return 0.0, proportional
+    slope, _ = linear_regression(list(points), list(points.values()))
+    slope = min(max(slope, SMALLEST_SLOPE * proportional), proportional)
+    return points[size] - slope * size, slope
+
+
+def relative_error(values: Sequence[float]) -> float:
+    """Estimate how far the median of some measurements may be off, relative to it.
+
+    Work of other programs comes in bursts, so that nothing is assumed of the distribution: with 99% probability its
+    median lies between the k-th smallest and the k-th largest value. Of fewer than nine, which are too few for k = 1,
+    the width between smallest and largest is extended in proportion.
+    """
+    ordered, middle, k = sorted(values), median(values), max(1, len(values) // 4 - 1)
+    width = max(middle - ordered[k - 1], ordered[-k] - middle)
+    return width * max(1.0, 9 / len(values)) / middle
+
+
+def solve(num_samples: int, costs: Sequence[tuple[float, float]]) -> list[int]:
+    """Find the sizes, none of them 0, that minimize the largest time of all devices.
+
+    Samples are assigned one by one to the device that then takes the least time. Because times only grow with samples,
+    no other distribution has a smaller maximum.
+
+    Args:
+        num_samples: samples of the batch, at least as many as devices.
+        costs: of each device its time per chunk, whatever the size, and per sample.
+    """
+    sizes = [1] * len(costs)
+    heap = [(fixed + 2 * per_sample, i) for i, (fixed, per_sample) in enumerate(costs)]
+    heapq.heapify(heap)
+    for _ in range(num_samples - len(costs)):
+        time, i = heap[0]
+        sizes[i] += 1
+        heapq.heapreplace(heap, (time + costs[i][1], i))
+    return sizes
+
+
+def largest_time(sizes: Sequence[int], costs: Sequence[tuple[float, float]]) -> float:
+    """The time of the slowest device."""
+    return max(fixed + size * per_sample for size, (fixed, per_sample) in zip(sizes, costs, strict=True))
 
 
 def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -10,7 +9,6 @@ import torch
 
 from ..batch.policies import Even, Policy, Weighted
 from ..core.devices import seconds_between, time_mark
-from .checkpointed import KeptController
 from .controller import BalanceController
 
 Weights: TypeAlias = Sequence[float] | Literal["auto"]
@@ -33,10 +31,9 @@ class RankBalance:
     """
 
     def __init__(self, strategy: str, weights: Weights | None = None, hysteresis: float = 0.0) -> None:
-        self.kept = KeptController(strategy, "ranks")
+        self.controller = BalanceController(hysteresis) if isinstance(weights, str) else None
         self._strategy = strategy
-        self._weights = weights
-        self._hysteresis = hysteresis
+        self._weights = None if isinstance(weights, str) else weights
         self._is_measured = False
         self._span: tuple[Any, Any] | None = None
         """Where the forward pass of the step that is measured begins and ends."""
@@ -46,34 +43,30 @@ class RankBalance:
     @property
     def policy(self) -> Policy:
         """The policy that divides the next global batch."""
-        if self._weights is not None and not isinstance(self._weights, str):
-            return Weighted(tuple(self._weights))
-        controller = self.kept.controller
-        return Even() if controller is None else Weighted(tuple(controller.shares))
+        if self.controller is not None:
+            return self.controller.policy
+        return Even() if self._weights is None else Weighted(tuple(self._weights))
 
     def begin(self, num_ranks: int) -> None:
         """Begin a run."""
-        if isinstance(self._weights, str):
-            self.kept.begin(num_ranks, lambda: BalanceController(num_ranks, hysteresis=self._hysteresis))
-        else:
-            self.policy.verify(num_ranks, self._strategy)
+        if self.controller is not None:
+            self.controller.begin(num_ranks)
+        self.policy.verify(num_ranks, self._strategy)
 
     def regroup(self, kept: Sequence[int]) -> None:
         """Go on with some of the ranks; measured shares are measured again."""
-        self._is_measured, self._span, self._exchanged = False, None, None
-        if isinstance(self._weights, str):
-            self._num_steps = 0
-        elif self._weights is not None:
+        self._is_measured, self._span, self._exchanged, self._num_steps = False, None, None, 0
+        if self._weights is not None:
             self._weights = [self._weights[rank] for rank in kept]
         self.begin(len(kept))
 
     def begin_step(self, module: pl.LightningModule, change: Change) -> None:
         """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step."""
-        controller = self.kept.controller
+        controller = self.controller
         if controller is None:
             return
         self._adopt(controller, change)
-        log_shares(module, partial(_of_time, controller), rank_zero_only=True)
+        log_shares(module, controller.metrics, rank_zero_only=True)
         self._span = None
         self._is_measured = self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0
         self._num_steps += 1
@@ -109,11 +102,7 @@ class RankBalance:
         self._exchanged = None
         if controller.observe([int(num) for num in nums], seconds):
             # a sampler cuts at most one more batch between the exchange and here; `change` would detect two
-            change(Weighted(tuple(controller.shares)), int(max(nums_cut)) + 2)
-
-
-def _of_time(controller: BalanceController) -> dict[str, float]:
-    return {name: value for name, value in controller.metrics().items() if "bytes" not in name}
+            change(controller.policy, int(max(nums_cut)) + 2)
 
 
 def log_shares(module: pl.LightningModule, values: Callable[[], Mapping[str, float]], **options: Any) -> None:

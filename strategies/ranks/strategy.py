@@ -326,7 +326,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     def controller(self) -> BalanceController | None:
         """What measures and decides the shares of the ranks; None if nothing is measured."""
-        return self.balance.kept.controller
+        return self.balance.controller
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -527,13 +527,15 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self.balance.kept.save(checkpoint)
+        if self.controller is not None:
+            self.controller.save(checkpoint)
         super().save_checkpoint(self.sync.whole_tree(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self.balance.kept.load(checkpoint)
+        if self.controller is not None:
+            self.controller.load(checkpoint)
         return checkpoint
 
     @override

@@ -1,5 +1,5 @@
 """Copies of a module on several devices of one process.
 
-Exports: layout, runner, replicas, measurement.
+Exports: layout, runner, replicas.
 May import: core, batch.
 """

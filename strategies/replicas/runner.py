@@ -14,12 +14,11 @@ from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.values import Values
 from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import Meeting
-from ..core.devices import is_accelerator
+from ..core.devices import is_accelerator, seconds_between, time_mark
 from ..core.executor import Executor, Piece
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import from_host
-from .measurement import Measurement, Reading
 from .replicas import Replicas
 
 Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
@@ -27,6 +26,34 @@ Arguments: TypeAlias = tuple[Sequence[Any], dict[str, Any]]
 
 _COMPILATIONS = 8
 """Torch's own limit of compilations per function (torch 2.13), after which it runs without compiling."""
+
+
+class Measurement:
+    """Seconds of the forward pass of each chunk of a step, without synchronizing any device."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._marks: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, pieces: Sequence[Piece], used: Sequence[int], sizes: Sequence[int]) -> list[Piece]:
+        """Have the pieces of a step measured, of the devices that are used."""
+        self.sizes = list(sizes)
+        return [replace(one, call=partial(self._timed, i, one)) for i, one in zip(used, pieces, strict=True)]
+
+    def is_ready(self) -> bool:
+        """Whether the step has run and every device has finished its chunk."""
+        ends = [end for _, end in self._marks.values()]
+        return bool(ends) and all(end.query() for end in ends if isinstance(end, torch.Event))
+
+    def seconds(self) -> list[float]:
+        """Those of each device, once they are ready; 0 of one without samples."""
+        return [seconds_between(*self._marks[i]) if i in self._marks else 0.0 for i in range(len(self.sizes))]
+
+    def _timed(self, i: int, piece: Piece) -> Any:
+        start = time_mark(piece.device)
+        result = piece.call()
+        self._marks[i] = start, time_mark(piece.device)
+        return result
 
 
 @dataclass(eq=False)
@@ -61,9 +88,9 @@ class ReplicaRunner:
         """Whether the replicas have met in the last step."""
         self._attach()
 
-    def measure(self, memory: bool) -> Measurement:
-        """Measure the next run, with `memory` its bytes, too; filled when the devices have finished the run."""
-        self._measurement = Measurement(memory)
+    def measure(self) -> Measurement:
+        """Measure the next run."""
+        self._measurement = Measurement()
         return self._measurement
 
     def run(
@@ -93,7 +120,7 @@ class ReplicaRunner:
         used = [i for i, size in enumerate(sizes) if size > 0]
         pieces = [self._piece(i, method, arguments[i], sizes, reader) for i in used]
         if self._measurement is not None:
-            pieces = self._measured(self._measurement, pieces, used, sizes)
+            pieces = self._measurement.of(pieces, used, sizes)
             self._measurement = None
         lists = self._own_lists(method, used, sizes)
         recording = self.logs.recording(values or Values(), method, sizes, loader)
@@ -115,19 +142,6 @@ class ReplicaRunner:
         if is_compiled(self.replicas.root):
             allow_recompiling(len(set(self.devices)))
         self.logs = LogRecorder(self.root, self.replicas.modules(), self.devices, self.strategy, self.lists)
-
-    def _measured(
-        self, measurement: Measurement, pieces: list[Piece], used: list[int], sizes: Sequence[int]
-    ) -> list[Piece]:
-        measurement.sizes = list(sizes)
-        measurement.readings = [Reading() for _ in sizes]
-        parameters = self.replicas.parameters()
-        measured: list[Piece] = []
-        for i, piece in zip(used, pieces, strict=True):
-            own = parameters[i] if measurement.memory else None
-            call = partial(measurement.readings[i].of, piece.call, piece.device, own)
-            measured.append(replace(piece, call=call))
-        return measured
 
     def _piece(
         self, i: int, method: str, arguments: Arguments, sizes: Sequence[int], reader: LossReader | None

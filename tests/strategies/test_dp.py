@@ -258,13 +258,13 @@ class Manual(Net):
             for options, message in (
                 ({"shard_optimizer": True}, "shard_optimizer is no longer there. Choose s"),
                 ({"gpu0_chunk": -1}, "balanced_dp: gpu0_chunk=-1 is not allowed. Give a"),
-                ({"gpu0_chunk": "half"}, "gpu0_chunk=half is not allowed. Give a"),
                 ({"weights": [1, 2, 3]}, "weights has 3 entries for 2 devices"),
                 ({"weights": [0, 0]}, "all weights are zero"),
                 ({"weights": [1, float("nan")]}, "negative, infinite or not a number"),
                 ({"weights": "even"}, "weights=even is not allowed. Give a list"),
                 ({"weights": [1, 1], "gpu0_chunk": 1}, "were both given"),
-                ({"objective": "speed"}, "objective=speed is not allowed"),
+                ({"objective": "memory"}, "objective is no longer there. Leave it out: shares are measured by time"),
+                ({"gpu0_chunk": "auto"}, "gpu0_chunk=auto is not allowed. Give a .* weights=auto measures"),
             )
         ),
     ],
