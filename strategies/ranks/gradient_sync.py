@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -115,18 +114,8 @@ class GradientSync:
         """Learn that hooks of module and callbacks have seen the batch; they freeze and unfreeze layers."""
         trained = self._trained  # on all ranks alike
         if trained is not None and trained.changed(self._strategy.optimizers):
-            self._reduce_left(trained.frozen())
             self.wrap_again()
             self._strategy.contract.agreement.begin(self._strategy.optimizers)
-
-    def _reduce_left(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients that frozen parameters have accumulated on each rank; reduced ones do not change."""
-        strategy = self._strategy
-        some = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-        some = strategy.reduce(some.to(strategy.root_device), reduce_op="max").tolist()
-        for parameter in (p for p, has_gradient in zip(parameters, some, strict=True) if has_gradient):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = strategy.reduce(gradient, reduce_op="mean")
 
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""

@@ -361,12 +361,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self.syncs_batchnorm and self._layer_sync is None):
             self.syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
         module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
-        if self.stage_options is not None and len({device.type for device in self.process_devices}) > 1:
-            raise ConfigError(
-                f"{name}: the stages of a process are on {', '.join(map(str, self.process_devices))}, but DDP averages "
-                "gradients on devices of one type only. Give each process GPUs or CPUs alone, or choose "
-                "strategy=model_parallel."
-            )
         if self._ddp_kwargs.get("static_graph"):
             verify_static(module, cut, name)
         if self.recompute.is_on:

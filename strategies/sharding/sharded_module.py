@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -136,14 +136,10 @@ class ShardedModule:
 
     def verify_same(self, options: ShardOptions) -> None:
         """Refuse to go on with a module that was cut in another way than is asked for now."""
-        before, dtypes = asdict(self._options), [parameter.dtype for parameter in self.parameters]
-        asked = asdict(options).items()
-        changed = [f"{key}={before[key]}, now {key}={value}" for key, value in asked if before[key] != value]
-        changed += sorted({f"{was}, now {now}" for was, now in zip(self._dtypes, dtypes, strict=True) if was != now})
-        if changed:
+        if options != self._options or self._dtypes != [parameter.dtype for parameter in self.parameters]:
             raise ConfigError(
-                f"fsdp: the module was cut in an earlier run of this process with {'; '.join(changed)}, and it stays "
-                "cut as it is. Give the same options and the same precision, or make the module anew."
+                f"fsdp: the module was cut in an earlier run of this process with {self._options}, and it stays cut as "
+                "it is. Give the same options and the same precision, or make the module anew."
             )
 
     def _verify_call(self, call: str) -> None:

@@ -1,24 +1,14 @@
 """Which part of a dimension each rank holds, and what ranks exchange to know all of it, or sums over it."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from ...distributed.objects import gather_unequal
-
-
-@dataclass
-class Gathered:
-    """What it took to compute an operation of all rows: how often, bytes that were gathered, and time."""
-
-    times: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Exchange:
@@ -31,19 +21,8 @@ class Exchange:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.gathered: dict[str, Gathered] = {}
-        """By operations that had to be computed of all rows."""
-        self._num_gathered = 0
-
-    @contextmanager
-    def counting(self, name: str) -> Generator[None]:
-        """Count what the block does for an operation of all rows."""
-        begin, before = perf_counter(), self._num_gathered
-        yield
-        counts = self.gathered.setdefault(name, Gathered())
-        counts.times += 1
-        counts.num_bytes += self._num_gathered - before
-        counts.seconds += perf_counter() - begin
+        self.of_all_rows = Counter[str]()
+        """How often operations had to be computed of all rows."""
 
     def sum(self, local: Tensor) -> Tensor:
         """Sum a tensor, whose memory nobody else uses, over the ranks."""
@@ -56,7 +35,6 @@ class Exchange:
         rows = local.resolve_conj().resolve_neg().movedim(cut.dim, 0).contiguous()
         # as bytes, since gloo lacks some types
         found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), cut.sizes)
-        self._num_gathered += found.nbytes
         return found.view(rows.dtype).squeeze(-1).movedim(0, cut.dim).contiguous()
 
 

@@ -6,11 +6,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .elementwise import aligned, wrap
 from .exchange import Cut
-from .rows import Rows, Rule, flat, gathered, is_cut
+from .rows import Rows, Rule, flat, is_cut
 
 aten = torch.ops.aten
 
@@ -101,27 +100,6 @@ def stack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return aten.cat.default([aten.unsqueeze.default(one, dim) for one in args[0]], dim)
 
 
-def index(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Elements of a whole tensor by indices that are cut, or of rows at other dimensions."""
-    source, indices = args
-    given = [(i, one) for i, one in enumerate(indices) if one is not None]
-    if any(one.dtype in (torch.bool, torch.uint8) for _, one in given):
-        return NotImplemented
-    if is_cut(source):
-        place, first = given[0]
-        if len(given) != 1 or place == source.cut.dim:
-            return NotImplemented
-        dim = source.cut.dim + (first.dim() - 1 if place < source.cut.dim else 0)
-        return wrap(op(source.local, [gathered(one) for one in indices]), source.cut.at(dim))
-    lead: Any = max((one for _, one in given if is_cut(one)), key=Tensor.dim)
-    cut, place = lead.cut, lead.cut.dim - lead.dim()
-    others = (one.dim() + place < 0 or one.shape[place] != cut.length for _, one in given)
-    if len(given) < len(indices) or any(others):
-        return NotImplemented
-    dim = max(one.dim() for one in indices) + place
-    return wrap(op(gathered(source), [aligned(one, cut, place) for one in indices]), cut.at(dim))
-
-
 RULES: Mapping[str, Rule] = {
     "view _unsafe_view reshape _reshape_alias": view,
     """alias detach lift_fresh permute transpose.int t unsqueeze expand slice.Tensor select.int unbind.int
@@ -130,5 +108,4 @@ RULES: Mapping[str, Rule] = {
     "split_with_sizes": split_with_sizes,
     "cat": cat,
     "stack": stack,
-    "index.Tensor": index,
 }

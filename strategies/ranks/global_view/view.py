@@ -61,7 +61,6 @@ class _Whole(GradientSync):
         seen, speed = ("steps see", "slower") if by_rows else ("each rank computes all of", "no faster than one rank")
         self.computes_whole = f"{seen} the global batch (strategy.global_view), which is exact but {speed}"
         self._exchange: Exchange | None = None
-        self._num_steps = 0
         if by_rows:  # an attribute, which loops call where they would move a batch themselves
             vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
 
@@ -79,13 +78,11 @@ class _Whole(GradientSync):
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._num_steps += 1
         with self._seen():
             return super().train(step, *args, **kwargs)
 
     @override
     def evaluate(self, step: Callable[[], Any]) -> Any:
-        self._num_steps += 1
         with self._seen():
             return super().evaluate(step)
 
@@ -109,14 +106,9 @@ class _Whole(GradientSync):
     @override
     @contextmanager
     def ending(self) -> Generator[None]:
-        exchange, num_steps = self._exchange, max(1, self._num_steps)
-        self._exchange, self._num_steps = None, 0
-        if exchange is not None and exchange.gathered:
-            slowest = sorted(exchange.gathered.items(), key=lambda one: -one[1].seconds)[:8]
-            told = ", ".join(
-                f"{name} ({one.times}×, {one.num_bytes / 1e6:.3g} MB, {one.seconds / num_steps * 1e3:.3g} ms/step)"
-                for name, one in slowest
-            )
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and exchange.of_all_rows:
+            told = ", ".join(f"{name} ({num}×)" for name, num in exchange.of_all_rows.most_common(8))
             rank_zero_info(f"global view: computed on all rows, on every rank: {told}")
         with super().ending():
             yield

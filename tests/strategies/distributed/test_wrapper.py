@@ -123,7 +123,7 @@ def _own_hook(hook: Hook, bucket: dist.GradBucket) -> Future[Tensor]:
 
 CASES: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "plain": (Net, {}),
-    "thawing": (Thawing, {"accumulate_grad_batches": 2}),
+    "thawing": (Thawing, {}),
     "growing": (Growing, {}),
     "toggling late": (TogglingLate, {}),
     # with accumulation the hook saw this rank's gradients until the last batch; those of all divided by their number

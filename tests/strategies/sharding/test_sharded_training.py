@@ -480,7 +480,7 @@ def _second_runs(num_ranks: int) -> list[str]:
 
 
 def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> None:
-    for kept, parts, dtype in run_ranks(_second_runs, 2, 2):
-        assert "with reshard_after_forward=True, now reshard_after_forward=False, and it stays" in kept
-        assert "with shard=auto, now shard=[], and it stays" in parts
-        assert "with torch.float64, now torch.bfloat16, and it stays" in dtype
+    for told in run_ranks(_second_runs, 2, 2):
+        assert len(told) == 3
+        for line in told:
+            assert "with ShardOptions(shard='auto', reshard_after_forward=True, " in line
