@@ -48,7 +48,8 @@ class EvaluationLists:
         gather: Callable[[Any], list[Any]] | None = None,
         limit_mb: float = 0.0,
     ) -> None:
-        self._strategy, self.options, self._gather, self._limit_mb = strategy, options or {}, gather, limit_mb
+        self._strategy, self.options, self._limit_mb = strategy, options or {}, limit_mb
+        self._gather = self._gather_ranks = gather
         self._parts: list[PartLists] = []
         """The root's, and those of the replicas that have run."""
         self._batch: Key = (0, 0)
@@ -68,11 +69,15 @@ class EvaluationLists:
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
         self._parts = [PartLists([vars(part) for part in lightning_modules(module)])]
-        self._has_begun, self._module, self._counters = False, module, None
+        self._has_begun, self._module, self._counters, self._gather = False, module, None, self._gather_ranks
         if self._hook is not None:  # of an evaluation that has failed
             self._hook.remove()
         loop = module.trainer._evaluation_loop
         self._hook = Replacement(loop, "_on_evaluation_epoch_end", partial(self._end, module.trainer))
+
+    def stay(self) -> None:
+        """Leave the lists of this evaluation as they are: each rank evaluates all batches."""
+        self._gather = None
 
     def begin_batch(self, batch: Key | None, num: float) -> None:
         """Learn which batch the next step gets, and how many samples of it this process has."""

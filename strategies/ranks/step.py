@@ -87,6 +87,10 @@ class RankStep(StepContract):
     def regroup(self, num_ranks: int) -> None:
         """Go on with fewer ranks within the run."""
         self.agreement.end()
+        self.count_ranks(num_ranks)
+
+    def count_ranks(self, num_ranks: int) -> None:
+        """Share what comes next among so many ranks."""
         self.shares.regroup(num_ranks)
         self.metrics.sync.is_whole = num_ranks == 1
         self._count_ranks(num_ranks)

@@ -24,7 +24,7 @@ from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import Layout, SingleLayout, drop_layout
 from ..batch.run_structures import RunStructures
-from ..batch.whole.gathering import gathered, simulated_ranks
+from ..batch.whole.gathering import SimulatedRanks, gathered, simulated_ranks
 from ..batch.whole.whole_steps import STEPS, GlobalView
 from ..core.errors import ConfigError
 from ..core.loop_contract import evaluation_step, run_backward
@@ -171,8 +171,13 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @property
     @override
     def world_size(self) -> int:
-        ranks = simulated_ranks() or self.sync.seen_ranks
+        ranks = simulated_ranks() or self.seen_ranks
         return self.num_together if ranks is None else ranks.size
+
+    @property
+    def seen_ranks(self) -> SimulatedRanks | None:
+        """The ranks that steps and hooks see, where they are not those that train together."""
+        return self.sync.seen_ranks or self.whole_batches.seen_ranks
 
     @property
     def num_together(self) -> int:
@@ -214,6 +219,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         assert self.parallel_devices is not None
         num = len(new.kept)
         self.balance.regroup(new.kept)
+        self.whole_batches.end_evaluation()
         self.sync.unwrap()
         os.environ.update(RANK=str(new.rank), LOCAL_RANK=str(new.rank))
         os.environ.update(WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
@@ -271,7 +277,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         Raises:
             ConfigError: the shapes differ otherwise, or some ranks, without samples, don't run the step of evaluation.
         """
-        if (ranks := simulated_ranks() or self.sync.seen_ranks) is not None:
+        if (ranks := simulated_ranks() or self.seen_ranks) is not None:
             return ranks.gather(tensor, sync_grads)
         if not dist.is_initialized():
             return tensor
@@ -424,13 +430,16 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
         if self._loaders is None:
-            self._loaders = RankLoaders(
-                self.strategy_name, self._read_as, self.world_size, self.batch_size_is, self.broadcast,
-                self.group.sum_beside, self.balance.policy, 1 + needs_two_samples(self.module),
-                self.structures.of_stream, self.sync.evaluates_together, is_whole=self.whole_batches.is_whole,
-                joined=1 if self.sync.seen_ranks is None else self.num_together,
-            )  # fmt: skip
+            self._loaders = self._make_loaders()
         return self._loaders
+
+    def _make_loaders(self) -> RankLoaders:
+        return RankLoaders(
+            self.strategy_name, self._read_as, self.world_size, self.batch_size_is, self.broadcast,
+            self.group.sum_beside, self.balance.policy, 1 + needs_two_samples(self.module),
+            self.structures.of_stream, self.sync.evaluates_together, is_whole=self.whole_batches.is_whole,
+            joined=1 if self.seen_ranks is None else self.num_together,
+        )  # fmt: skip
 
     @property
     def _read_as(self) -> int:
@@ -440,7 +449,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         role: LoaderRole = "train" if self.trainer.training else "predict" if self.trainer.predicting else "evaluate"
-        return self.loaders.process(dataloader, role, self._manages_samples)
+        loaders = self.loaders if self.whole_batches.seen_ranks is None else self._make_loaders()
+        return loaders.process(dataloader, role, self._manages_samples)
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -507,7 +517,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.whole_batches.evaluation = None
+        self.whole_batches.end_evaluation()
 
     @override
     def on_predict_end(self) -> None:

@@ -7,7 +7,7 @@ training, before the module is wrapped    another gradient sync, with which the 
 training, when a stream begins            the first rank, which takes them whole
 training, after an epoch's first hooks    the first rank; in later epochs if other operations run
 training, in the first step               nowhere: the module is refused
-evaluation, after its first hooks         the first rank
+evaluation, after its first hooks         each rank, which evaluates all of them
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +25,7 @@ from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.losses import weighs_in_loop
 from ..batch.run_structures import num_evaluated
 from ..batch.samples import FewSamples, chosen_loaders
+from ..batch.whole.gathering import Alone, SimulatedRanks
 from ..batch.whole.whole_steps import GlobalView, WholeSteps, tell_whole
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_plain
@@ -52,6 +53,7 @@ class WholeBatches:
         of_chunks: the steps whose batches the devices of a rank don't cut.
         is_open: whether training is yet to be compared.
         evaluation: the loop of an evaluation whose first hooks have run, until it ends.
+        seen_ranks: what an evaluation sees in which each rank computes all batches; None in any other.
         uneven: the submodules that ranks may call otherwise than each other, as far as is known.
         outside: those of which a step uses parameters outside of their forward, as far as is known.
     """
@@ -68,6 +70,8 @@ class WholeBatches:
         self._samples: FewSamples | None = None
         """What all ranks compute together, where they do."""
         self.evaluation: Any = None
+        self.seen_ranks: SimulatedRanks | None = None
+        self._loader: Any = None
         self._epochs: Replacement | None = None
         self._has_changed: Callable[[], bool] | None = None
         """Whether the step computes otherwise than when it was compared: on rank 0, or where all compute together."""
@@ -103,7 +107,7 @@ class WholeBatches:
         self.of_ranks = WholeSteps(strategy.strategy_name, "on the first rank", self.of_chunks.allowed)
         has_parts = strategy.world_size > 1 or strategy.layout.cut_by or weighs_in_loop(strategy.trainer)
         self.is_open = plans is None and bool(has_parts)
-        self._before = self._samples = self.evaluation = self._has_changed = None
+        self._before = self._samples = self.evaluation = self._has_changed = self.seen_ranks = self._loader = None
 
     def before_wrapping(self) -> None:
         """Compare training, unless that was done, before the module is wrapped or cut over the ranks."""
@@ -274,15 +278,32 @@ class WholeBatches:
         loop: Any = self._strategy.trainer._evaluation_loop
 
         def compare() -> None:
-            known, self.evaluation = set(self.of_ranks.names), loop
-            self.is_whole("evaluate")
-            has_begun = loop._data_fetcher.length is None or any(
-                getattr(one, "num_workers", 0) for one in loop._combined_loader.flattened
-            )
-            if has_begun and self.of_ranks.names != known:
-                loop.reset()  # the first batches were read in parts
+            self.evaluation = loop
+            if self.is_whole("evaluate"):
+                self._evaluate_alone(loop)
 
-        _once_after(loop, "_on_evaluation_epoch_start", compare)
+        _once(loop, "_on_evaluation_epoch_start", after=compare)
+
+    def _evaluate_alone(self, loop: Any) -> None:
+        """Have each rank evaluate all batches, as if it were the only one, until the values of the epoch are known."""
+        strategy = self._strategy
+        self.seen_ranks = Alone()
+        _once(loop, "_on_evaluation_end", before=self.end_evaluation)
+        strategy.contract.count_ranks(1)
+        strategy.structures.lists.stay()
+        set_random_state(broadcast_object(random_state()))
+        if loop._combined_loader is not self._loader:
+            loop._combined_loader = None
+            loop.setup_data()
+            self._loader = loop._combined_loader
+        loop.reset()  # the first batches were perhaps read in parts
+
+    def end_evaluation(self) -> None:
+        """End an evaluation: from the hooks of its end on ranks see each other."""
+        self.evaluation = None
+        if self.seen_ranks is not None:
+            self.seen_ranks = None
+            self._strategy.contract.count_ranks(self._strategy.world_size)
 
     def is_whole(self, role: LoaderRole, looks: bool = True) -> bool | None:
         """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
@@ -331,12 +352,15 @@ class WholeBatches:
                 return
 
 
-def _once_after(loop: Any, hooks: str, then: Callable[[], None]) -> None:
-    """Call a function when a loop has called hooks the next time."""
+def _once(
+    loop: Any, hooks: str, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> None:
+    """Call a function before or after a loop calls hooks the next time."""
 
     def call(own: Callable[[], Any]) -> None:
         once.remove()
+        before()
         own()
-        then()
+        after()
 
     once = Replacement(loop, hooks, call)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ...core.errors import PartsDiffer
 from .meeting import InTurn, seat
@@ -35,6 +36,17 @@ class SimulatedRanks:
         own, place = tensor if sync_grads and torch.is_grad_enabled() else tensor.detach(), seat()
         assert place is not None
         return place.meet("all_gather", own, _of_all_ranks)
+
+
+class Alone(SimulatedRanks):
+    """What a step learns of ranks: it is the only one."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    @override
+    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        return tensor
 
 
 _simulated: list[SimulatedRanks] = []

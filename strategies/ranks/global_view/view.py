@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from ...batch.whole.gathering import SimulatedRanks, simulating
+from ...batch.whole.gathering import Alone, simulating
 from ...core.devices import is_accelerator
 from ...core.rng import random_state, set_random_state
 from ...core.types import Batch
@@ -36,14 +36,6 @@ _BUCKET_BYTES = 25 * 2**20
 register({**elementwise.RULES, **layout.RULES, **sums.RULES})
 
 
-class _Alone(SimulatedRanks):
-    """What a step learns of ranks: it is the only one."""
-
-    @override
-    def gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
-        return tensor
-
-
 class _Whole(GradientSync):
     """Computes steps of the whole batch on every rank, so that each has its gradients without an average.
 
@@ -53,7 +45,7 @@ class _Whole(GradientSync):
     """
 
     changes_evaluation = True
-    seen_ranks = _Alone(1)
+    seen_ranks = Alone()
 
     def __init__(self, strategy: "RankStrategy", by_rows: bool, *args: Any) -> None:
         super().__init__(strategy, *args)
@@ -89,7 +81,7 @@ class _Whole(GradientSync):
     @contextmanager
     def _seen(self) -> Generator[None]:
         stance = torch.compiler.set_stance("force_eager") if self.by_rows else nullcontext()
-        with simulating(_Alone(1)), stance:  # a compiler can't see into rows
+        with simulating(Alone()), stance:  # a compiler can't see into rows
             yield
 
     @override

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,13 @@ def test_tensors_that_have_no_rows_of_samples_are_of_whole_batches_declared_or_r
         torch.testing.assert_close(_validated(_sum, DataParallelStrategy, **options), expected, rtol=0, atol=1e-12)
     with pytest.raises(ConfigError, match=r"validation_step appends to outs .* 4 rows in parts of .*outs: sum"):
         _validated(_sum, DataParallelStrategy, global_view=False)
+
+
+def test_each_rank_evaluates_all_batches_where_what_their_parts_append_cannot_be_joined() -> None:
+    expected = _validated(_sum, SingleDeviceStrategy, 1)
+    for strategy in (DDPStrategy, FSDPStrategy):
+        for found in run_ranks(_validated, 2, _sum, partial(strategy, batch_size_is="global")):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def _large(x: Tensor) -> Tensor:
