@@ -103,6 +103,8 @@ def test_the_installed_command_starts() -> None:
     command = Path(sys.executable).with_name("evener")
     if not command.exists():
         pytest.skip("evener is not installed in this environment")
-    shown = subprocess.run([str(command), "--cfg", "job"], capture_output=True, text=True, timeout=300, check=False)
+    shown = subprocess.run(
+        [str(command), "train", "--cfg", "job"], capture_output=True, text=True, timeout=300, check=False
+    )
     assert shown.returncode == 0, shown.stderr
     assert "evener.trainer.Trainer" in shown.stdout

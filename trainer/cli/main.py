@@ -4,40 +4,32 @@ torch and Lightning take seconds to import, and composing needs neither: `--help
 misspelt key are answered without them.
 """
 
-import argparse
 import atexit
 import gc
-import io
-import logging
 import os
 import re
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import hydra
-from hydra.core import utils as hydra_utils
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
 from ..config.group_files import Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
-from ..launch.environment import LOCK_FILE, detect_launcher, environment, locked
+from ..launch.environment import detect_launcher, environment
 from ..study.sweep import show_unfinished
-from ._help import composition_sentence, show_help
-
-logger = logging.getLogger(__name__)
-
-only_check = False
-"""Whether to check the configuration without running it: `evener config validate`."""
+from ._sentences import composition_sentence
 
 CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -52,23 +44,20 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
             None uses the configuration of this package.
         config_name: the root configuration.
     """
-    for stream in (sys.stdout, sys.stderr):
-        outlive_reader(stream)
     gc.disable()  # imports make no garbage, and searching it takes a fifth of their time
     replace_former_words()
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
-    source = Source(None if config_dir is None else str(script_dir / config_dir), config_name, added_folders())
-    if strange := [word for word in sys.argv[1:] if any("\ud800" <= letter <= "\udfff" for letter in word)]:
-        sys.exit(f"Error: {strange[0]!a} is not UTF-8, so that no log could name it. Give another name.")
+    source = Source(None if config_dir is None else str(script_dir / config_dir), config_name)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     try:
-        if {"--help", "-h"} & set(sys.argv[1:]):
-            show_help(source, overrides())
-        elif "--version" in sys.argv[1:]:
+        if "--version" in sys.argv[1:]:
             sys.stdout.write(f"evener {version('evener')}\n")
         else:
             run(source, config_name)
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except Exception as exc:
         show_unfinished()
         if wants_traceback():
@@ -84,31 +73,6 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
         gc.enable()
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a Ctrl-C while Python ends leaves no traceback
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
-
-
-def outlive_reader(stream: Any) -> None:
-    """Have a run go on when nobody reads its output any more (`| head`), or the disk that it goes to is full.
-
-    The log has it all. What is no Unicode, such as the name of a file, is written escaped.
-    """
-    if not isinstance(stream, io.TextIOWrapper):
-        return
-    stream.reconfigure(errors="backslashreplace")
-
-    def lenient(own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            try:
-                return own(*args)
-            except OSError as exc:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-                if logging.getLogger().handlers:
-                    logger.warning("The output can't be written any more (%s); the run goes on.", exc.strerror)
-                return len(args[0]) if args else None
-
-        return call
-
-    for name in ("write", "flush"):
-        setattr(stream, name, lenient(getattr(stream, name)))
 
 
 FORMER = {
@@ -129,6 +93,14 @@ def replace_former_words() -> None:
     sys.argv[1:] = words
 
 
+class PackageGroups(SearchPathPlugin):
+    """Has Hydra find, and `--help` list, this package's groups in every project."""
+
+    @override
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("evener", CONFIG_PACKAGE)
+
+
 def run(source: Source, config_name: str) -> None:
     """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
     reraises = wants_traceback()  # as asked, before Hydra is
@@ -145,20 +117,19 @@ def run(source: Source, config_name: str) -> None:
             if not gc.isenabled():  # the first job of a sweep: what later ones leave is to be collected
                 gc.freeze()
                 gc.enable()
-            return run_job(cfg, only_check, in_sweep())
+            return run_job(cfg, in_sweep())
         except Exception as exc:
             if in_sweep():  # of which Hydra reports which job failed
                 raise
-            if not only_check:
-                discard_empty(Path(str(cfg.get("run_dir"))), Path(str(cfg.get("log_dir"))))
             if reraises:
                 raise
             end(exc, source)
 
     def run_hydra() -> None:
+        Plugins.instance().register(PackageGroups)
         path = source.config_dir or CONFIG_PACKAGE
         # Hydra re-raises exceptions, which are reported in one sentence here
-        with environment({FULL_ERROR: "1"}), locks_before_saving():
+        with environment({FULL_ERROR: "1"}):
             hydra.main(version_base="1.3", config_path=path, config_name=config_name)(job)()
 
     sys.argv += source.named(overrides())[len(overrides()) :]
@@ -169,23 +140,6 @@ def run(source: Source, config_name: str) -> None:
 
         gc.enable()
         run_under(started_by, run_hydra)
-
-
-@contextmanager
-def locks_before_saving() -> Generator[None]:
-    """Have Hydra write `.hydra/` into a directory that no other command has, until this one ends."""
-    configure = hydra_utils.configure_log  # the last that Hydra calls before it writes
-
-    def lock_and_configure(*args: Any) -> None:
-        # of a job; that of a sweep has no directory
-        if HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().runtime, "output_dir"):
-            locks.enter_context(locked(Path(HydraConfig.get().runtime.output_dir)))
-        configure(*args)
-
-    with ExitStack() as locks:
-        locks.callback(setattr, hydra_utils, "configure_log", configure)
-        hydra_utils.configure_log = lock_and_configure
-        yield
 
 
 def wants_traceback() -> bool:
@@ -207,18 +161,6 @@ def end(exc: Exception, source: Source) -> NoReturn:
     sys.exit(status)
 
 
-def discard_empty(run_dir: Path, log_dir: Path) -> None:
-    """Remove the directory of a run that never started, which holds only what Hydra wrote, and its empty parents."""
-    if {path.name for path in run_dir.glob("*")} - {LOCK_FILE} != {".hydra"}:
-        return
-    shutil.rmtree(run_dir / ".hydra")
-    (run_dir / LOCK_FILE).unlink(missing_ok=True)
-    above = [run_dir, *run_dir.parents]
-    for folder in above[: above.index(log_dir.absolute()) + 1 if log_dir.absolute() in above else 1]:
-        with suppress(OSError):  # not empty
-            folder.rmdir()
-
-
 def in_sweep() -> bool:
     """Whether this is a job of a multirun."""
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
@@ -232,11 +174,3 @@ def overrides() -> list[str]:
 def is_override(word: str) -> bool:
     """Whether a word of the command line is an override, such as `a=1` or `~a`."""
     return not word.startswith("-") and ("=" in word or word.startswith("~"))
-
-
-def added_folders() -> tuple[str, ...]:
-    """The directory that `--config-dir` names, which Hydra adds to its search path."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-dir", "-cd")
-    given: str | None = parser.parse_known_args()[0].config_dir
-    return () if given is None else (str(Path(given).absolute()),)

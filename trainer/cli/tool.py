@@ -4,36 +4,21 @@ Nothing here needs torch or Lightning before a run does.
 """
 
 import argparse
-import os
-import platform
-import re
 import runpy
 import shlex
 import shutil
 import sys
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from ..config.group_files import PACKAGE, first_sentence
 from ..job.result import new_table, print_table
-from ..launch.environment import LAUNCHER_VARIABLES
 from . import main as command
-from ._help import entry
-
-PACKAGES = ("evener", "torch", "pytorch-lightning", "lightning", "torchmetrics", "hydra-core", "omegaconf", "numpy")
-
-VARIABLES = (*LAUNCHER_VARIABLES, "CUDA_", "NCCL_", "GLOO_", "OMP_", "TORCH_", "EVENER_", "HYDRA_")
-"""How the names of environment variables begin that `evener env` shows."""
-
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 
 WORDS = {
     "train": "train, validate, test, predict, compare or plan: the options of `python train.py`",
     "new": "make a project of your own: evener new my_project",
     "strategies": "list the strategies",
-    "env": "show versions, devices and cluster variables, for a bug report",
-    "config": "evener config validate [options]: check a configuration without running it",
     "proof": "try on this machine what Evener claims, beside what else is installed, and write proof.html",
 }
 
@@ -41,16 +26,12 @@ WORDS = {
 def main() -> None:
     """Run the command `evener`."""
     words = sys.argv[1:]
-    if {"-sc", "--shell-completion"} & set(words):
-        return complete([word for word in words if word != "train"])
-    if words and words[0] not in WORDS and ("=" in words[0] or words[0] in ("-m", "--multirun", "--cfg", "-c")):
-        words = ["train", *words]  # `evener strategy=ddp`
-    others = {"train": train, "config": config, "proof": proof}  # which read the rest of the command line
     parser = argparse.ArgumentParser(
         prog="evener", description="Train any LightningModule on any set of devices; the strategy is one word."
     )
     parser.add_argument("--version", action="version", version=f"evener {version('evener')}")
     commands = parser.add_subparsers(dest="word", metavar="COMMAND", title="commands")
+    others = {"train": train, "proof": proof}  # which read the rest of the command line
     for word, meaning in WORDS.items():
         added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in others)
         if word == "new":
@@ -60,20 +41,7 @@ def main() -> None:
     given = parser.parse_args(words)
     if given.word == "new":
         return new(Path(given.folder))
-    return {None: parser.print_help, "strategies": strategies, "env": env}[given.word]()
-
-
-def complete(words: list[str]) -> None:
-    """Install completion for `evener`, or answer the shell: commands, and behind `evener train` Hydra's words."""
-    line = os.environ.get("COMP_LINE", "")
-    if "install=" in " ".join(words):
-        sys.argv = ["evener", *words]
-        command.main()
-    elif re.fullmatch(r"\S+ +\w*", line):
-        sys.stdout.write("\n".join(WORDS) + "\n")
-    else:
-        os.environ["COMP_LINE"] = re.sub(r"^(\S+) +train\b", r"\1", line)
-        train(words)
+    return strategies() if given.word == "strategies" else parser.print_help()
 
 
 def train(words: list[str]) -> None:
@@ -86,19 +54,6 @@ def train(words: list[str]) -> None:
     else:
         sys.argv = ["evener train", *words]
         command.main()
-
-
-def config(words: list[str]) -> None:
-    """Run `evener config validate`."""
-    asks = bool({"--help", "-h"} & set(words))
-    if asks or words[:1] != ["validate"]:
-        sys.stdout.write(
-            "Usage: evener config validate [group=file ...] [key=value ...]\n\nCompose the configuration of "
-            "`evener train`, import the classes that it names and check every value; nothing is run.\n"
-        )
-        sys.exit(0 if asks else 2)
-    command.only_check = True
-    train([*words[1:], "hydra.run.dir=.", "hydra.output_subdir=null"])
 
 
 def proof(words: list[str]) -> None:
@@ -143,28 +98,3 @@ def strategies() -> None:
         for name in found.files("strategy"):
             table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
     print_table(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
-
-
-def env() -> None:
-    """Print what a bug report needs."""
-    lines = [("python", platform.python_version()), ("platform", platform.platform())]
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            lines.append((name, version(name)))
-    lines += [("cpus", str(os.cpu_count())), *devices()]
-    shown = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES))
-    lines += [(name, "(hidden)" if SECRET.search(name) else value) for name, value in shown]
-    sys.stdout.write("\n".join(line for name, value in lines for line in entry(name, value)) + "\n")
-
-
-def devices() -> list[tuple[str, str]]:
-    """The accelerators of this machine, as (device, name and memory)."""
-    import torch  # slow to import
-
-    from ...strategies.core.devices import device_model, memory_bytes
-
-    accelerator, built = torch.accelerator.current_accelerator(check_available=True), torch.version.cuda
-    num = torch.accelerator.device_count() if accelerator else 0
-    found = [torch.device(str(accelerator), i) for i in range(num)]
-    sizes = [(str(device), f"{device_model(device)}, {memory_bytes(device) / 2**30:.1f} GiB") for device in found]
-    return [("cuda", built or "not in this build of torch"), *sizes]

@@ -12,11 +12,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
-from rich.console import Console
 
 from ...strategies import ConfigError
 from ...strategies.distributed.process_exit import die_with_parent
-from ..config.checks import leave_out_defaults, strategy_name, verify_config
+from ..config.checks import strategy_name, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.plain_values import verify_own_data
 from ..job.earlier_run import module_of_run
@@ -25,7 +24,7 @@ from ..job.run import Run
 from ..launch import cluster
 from ..launch.environment import detect_launcher
 from ..launch.launcher import launch
-from ._help import composition_sentence, incomplete
+from ._sentences import composition_sentence, incomplete
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""
@@ -50,18 +49,12 @@ def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> 
             cluster.leave(started_by)
 
 
-def run_job(cfg: DictConfig, only_check: bool = False, in_sweep: bool = False) -> float | None:
+def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
     """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
 
     Args:
-        only_check: say that the configuration is valid instead.
         in_sweep: whether other jobs follow, also where the weights contain nan.
     """
-    if only_check:
-        cfg = check(cfg)
-        named = [f"{key}={cfg[key].get('_target_')}" for key in ("module", "data", "strategy") if cfg.get(key)]
-        sys.stdout.write(f"The configuration is valid: {', '.join(named)}, devices={cfg.devices}.\n")
-        return None
     alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
     if alone and detect_launcher() is not None:
         raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")
@@ -102,8 +95,6 @@ def advise(cfg: DictConfig) -> None:
 def train(cfg: DictConfig) -> Result:
     """Run what a configuration describes, in as many processes as its strategy needs.
 
-    A notebook shows the closing table.
-
     Args:
         cfg: composed by Hydra's main or by `compose`; not modified.
 
@@ -121,10 +112,7 @@ def train(cfg: DictConfig) -> Result:
         )
     if cfg.get("hparams_search"):
         raise ConfigError("hparams_search runs many trainings, and train() one. Run python train.py hparams_search=...")
-    result = launch(prepare(cfg))
-    if Console().is_jupyter:
-        show_summary(result, cfg.log_dir)
-    return result
+    return launch(prepare(cfg))
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
@@ -135,12 +123,6 @@ def prepare(cfg: DictConfig) -> DictConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.log").touch()
-        cfg.run_dir.encode()
-    except UnicodeEncodeError as exc:
-        raise ConfigError(
-            f"run_dir={cfg.run_dir!a} is not UTF-8, so that neither logs nor results could name its files. Set "
-            "log_dir to another directory."
-        ) from exc
     except OSError as exc:
         raise ConfigError(
             f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
@@ -164,7 +146,6 @@ def check(cfg: DictConfig) -> DictConfig:
         raise ConfigError(incomplete(cfg, exc)) from exc
     assert isinstance(resolved, dict)
     cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
-    leave_out_defaults(cfg)
     verify_config(cfg)
     return cfg
 

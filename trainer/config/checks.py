@@ -1,6 +1,5 @@
 """Check what a configuration names, and build it; errors say what was given, what is allowed and what to do."""
 
-import importlib.util
 import inspect
 import os
 import pkgutil
@@ -26,8 +25,7 @@ from ...strategies.core.errors import did_you_mean
 from ...strategies.core.lightning_names import verify_family
 from ...strategies.core.options import HARMLESS, hints_of, verify_value
 from ...strategies.registry import num_processes
-from .group_files import PACKAGE
-from .plain_values import NARROWER, SEARCHED, verify_not_gone, verify_plain, whole
+from .plain_values import verify_not_gone, verify_plain, whole
 
 MADE_ELSEWHERE = {
     "strategy": "strategy=<name>",
@@ -51,16 +49,15 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
     verify_names(key, options, cls)
     parameters = annotations(cls)
     for name, value in options.items():
-        path = f"{key}.{name}"
         hint, default = parameters.get(name, (Any, ...))
-        if name in parameters or (key == "data" and type(value) is int):
-            hint = NARROWER.get(path, hint)
-        if value != default and SEARCHED.get(path, ...) != value:
+        if (path := f"{key}.{name}") == "trainer.devices":
+            hint = int | str | list[int | str]  # names, too
+        if value != default and (path, value) != ("data.batch_size", "auto"):  # it is replaced before
             verify_value(path, whole(value), hint)
 
 
 def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
-    """Refuse options that a class's constructor does not take, and the lack of those that it needs."""
+    """Refuse options that a class's constructor does not take."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class that does not tell
@@ -78,13 +75,6 @@ def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
         takes = f" It takes {', '.join(known)}." if known else " It takes no options."
         suggestion = did_you_mean(unknown[0], known, f"{key}.")
         raise ConfigError(f"{key}.{unknown[0]} is not an option of {named}.{suggestion or takes}")
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variable]
-    missing = [name for name in needed if name not in given]
-    if missing and "_args_" not in options:
-        raise ConfigError(
-            f"{key}: {named} needs {', '.join(missing)}. Give {' '.join(f'+{key}.{name}=<value>' for name in missing)}."
-        )
 
 
 def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
@@ -168,23 +158,6 @@ def strategy_name(cfg: DictConfig) -> str:
     return getattr(cls, "strategy_name", cls.__name__)
 
 
-def leave_out_defaults(cfg: DictConfig) -> None:
-    """Leave out options of the chosen file of `conf/strategy`, at its values, that another class does not take.
-
-    `strategy._target_=my_project.MyStrategy` names the class on top of that file, which is the one that has the most
-    options of those that are all there.
-    """
-    parameters = inspect.signature(verify_target("strategy", plain(cfg.strategy), Strategy)).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    left = [] if takes_all else [name for name in cfg.strategy if name != "_target_" and name not in parameters]
-    if left:
-        files = [PACKAGE.values(f"strategy/{file}") for file in PACKAGE.files("strategy")]
-        chosen = max((file for file in files if file.keys() <= cfg.strategy.keys()), key=len, default={})
-        for name in left:
-            if name in chosen and chosen[name] == plain(cfg.strategy[name]):
-                del cfg.strategy[name]
-
-
 def entries(group: str, options: Any) -> list[tuple[str, Any]]:
     """List a group's objects as (key, options): the one that a `_target_` makes, or those of `callbacks` by name."""
     if not options:
@@ -218,39 +191,19 @@ def is_class(value: object) -> TypeIs[type[Any]]:
 
 
 def imported(key: str, target: str, kind: type = object, expected: str = "a class") -> Any:
-    """Import what a dotted path names, or refuse it; of a module without it, the subclasses of `kind` are listed."""
-    name, _, rest = target.partition(".")
+    """Import what a dotted path names, or refuse it; of a module without it, the nearest name is told."""
     try:
-        found: Any = importlib.import_module(name)
-        while rest:
-            part, _, after = rest.partition(".")
-            inner = f"{getattr(found, '__name__', '')}.{part}"
-            if hasattr(found, "__path__") and importlib.util.find_spec(inner) is not None:
-                found = importlib.import_module(inner)
-            elif hasattr(found, part):
-                found = getattr(found, part)
-            else:
-                break
-            rest = after
+        return pkgutil.resolve_name(target)
     except Exception as exc:  # whatever the module's code raises
-        is_absent = isinstance(exc, ModuleNotFoundError) and exc.name == name
-        where = f"No module named '{name}' in {os.getcwd()} or among the installed packages"
-        reason = where if is_absent else (str(exc).splitlines() or [repr(exc)])[-1]
+        verify_not_gone(target)
+        told = f"{' '.join(str(exc).split())} (searched in {os.getcwd()} and the installed packages)"
+        name, _, last = target.rpartition(".")
+        found: Any = sys.modules.get(name)
+        classes = [n for n, value in vars(found or type).items() if is_class(value) and issubclass(value, kind)]
         raise ConfigError(
-            f"{key}._target_={target} can't be imported: {reason}. Give the import path of {expected}."
+            f"{key}._target_={target} can't be imported: {told}. Give the import path of {expected}."
+            f"{did_you_mean(last, classes, f'{name}.') if found else ''}"
         ) from exc
-    if not rest:
-        return found
-    verify_not_gone(target)
-    has = [n for n, value in vars(found).items() if is_class(value) and issubclass(value, kind)]
-    has = [n for n in has if vars(found)[n].__module__.startswith(found.__name__)]
-    has += [module.name for module in pkgutil.iter_modules(getattr(found, "__path__", []))]
-    told = f"it has {', '.join(has[:8])}" if has else f"it has no {kind.__name__}"
-    advice = did_you_mean(rest.partition(".")[0], has, f"{found.__name__}.") or f" Give the import path of {expected}."
-    raise ConfigError(
-        f"{key}._target_={target} can't be imported: the module {found.__name__} was found, but has no {rest}; {told}."
-        f"{advice}"
-    )
 
 
 def verify_nested(key: str, options: Any) -> None:

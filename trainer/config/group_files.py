@@ -27,20 +27,15 @@ class Source:
 
     Args:
         config_dir: a project's own configuration directory, absolute; None: this package's only.
-        more: directories that the command line adds with `--config-dir`.
     """
 
     config_dir: str | None = None
     config_name: str = "train"
-    more: tuple[str, ...] = ()
 
     def compose(self, overrides: Sequence[str] = (), return_hydra: bool = False) -> DictConfig:
         """Compose the root configuration, as the command line does; `return_hydra` keeps the node `hydra`."""
-        given = list(overrides)
-        if self.more:
-            given.append(f"hydra.searchpath=[{','.join([*self.more, *self._search_path()])}]")
         with _no_other_hydra(), self._initialized():
-            return compose(self.config_name, overrides=given, return_hydra_config=return_hydra)
+            return compose(self.config_name, overrides=list(overrides), return_hydra_config=return_hydra)
 
     def named(self, overrides: Sequence[str]) -> list[str]:
         """Add the name of a run that has another module than the package's default: `name=`, that of the module."""
@@ -54,8 +49,8 @@ class Source:
     def folders(self) -> "list[Traversable]":
         """The directories that hold groups, the first one found wins."""
         if self.config_dir is None:
-            return [*map(Path, self.more), resources.files(CONFIG_MODULE)]
-        return [Path(self.config_dir), *map(Path, self.more), *map(_opened, self._search_path())]
+            return [resources.files(CONFIG_MODULE)]
+        return [Path(self.config_dir), *map(_opened, self._search_path())]
 
     def groups(self) -> list[str]:
         """Names of all groups that can be chosen, sorted."""
@@ -73,27 +68,18 @@ class Source:
         files = (folder / f"{name}.yaml" for folder in self.folders())
         return next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
 
-    def chain(self, name: str) -> list[str]:
-        """A file, such as `strategy/ddp`, and those that it inherits by its defaults list, its own bases first."""
-        listed = (yaml.load(self.text(name), _Loader) or {}).get("defaults", [])
-        named = [entry for entry in listed if isinstance(entry, str) and entry != "_self_"]
-        return [name, *(file for base in named for file in self.chain(f"{name.rpartition('/')[0]}/{base}"))]
-
     def values(self, name: str) -> dict[str, Any]:
         """The keys of a file, such as `strategy/ddp`, and those that it inherits, with their values as written."""
+        own = yaml.load(self.text(name), _Loader) or {}
         found: dict[str, Any] = {}
-        for file in reversed(self.chain(name)):
-            found |= yaml.load(self.text(file), _Loader) or {}
-        return {key: value for key, value in found.items() if key != "defaults"}
+        for base in own.pop("defaults", []):
+            if isinstance(base, str) and base != "_self_":
+                found |= self.values(f"{name.rpartition('/')[0]}/{base}")
+        return found | own
 
     def with_option(self, group: str, option: str) -> list[str]:
         """Names of the files of a group that have an option; sorted."""
         return [name for name in self.files(group) if option in self.values(f"{group}/{name}")]
-
-    def notes(self) -> dict[str, str]:
-        """What the root configuration's defaults list says beside each group."""
-        text = f"{self.text('train')}\n{self.text(self.config_name)}"
-        return dict(re.findall(r"^  - (?:override |optional )?/?(\w+): \w+ +# (.*)$", text, re.MULTILINE))
 
     def _initialized(self) -> Any:
         if self.config_dir is None:

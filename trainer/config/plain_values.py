@@ -15,8 +15,6 @@ from .group_files import PACKAGE
 
 MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
-_FromMinusOne: TypeAlias = Annotated[int, Limit(">=", -1)]
-
 PRECISIONS: TypeAlias = Literal[
     "transformer-engine", "transformer-engine-float16", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true",
     "64-true", "64", "32", "16", "bf16",
@@ -59,39 +57,6 @@ ROOT: dict[str, Any] = {
 }
 """Options of the whole run, of `mode=compare` and of the launcher."""
 
-NARROWER: dict[str, Any] = {
-    "trainer.devices": int | str | list[int | str],
-    "trainer.max_epochs": _or_null(_FromMinusOne),
-    "trainer.max_steps": _FromMinusOne,
-    "trainer.log_every_n_steps": _or_null(Natural),
-    "trainer.val_check_interval": _or_null(Positive),
-    "trainer.check_val_every_n_epoch": _or_null(Count),
-    "trainer.num_sanity_val_steps": _or_null(_FromMinusOne),
-    "trainer.accumulate_grad_batches": Count,
-    "trainer.gradient_clip_val": _or_null(NotNegative),
-    "trainer.gradient_clip_algorithm": _or_null(Literal["norm", "value"]),
-    "callbacks.early_stopping.patience": Natural,
-    "data.batch_size": Count,  # limits of `data` hold for whole numbers given to users' own data modules, too
-    "data.num_workers": Natural,
-    "module.lr": NotNegative,
-}
-"""Options that take more or less than the annotations of their classes say."""
-
-SEARCHED = {"data.batch_size": "auto"}
-"""Keywords that are replaced before the class is constructed."""
-
-OWN = "evener."
-"""How the names of this package's classes begin."""
-
-OTHER_PRECISIONS = {
-    "16-mixed": ("fp16", "float16", "half", "amp", "mixed"),
-    "bf16-mixed": ("bfloat16",),
-    "32-true": ("fp32", "float32", "float", "full"),
-    "64-true": ("fp64", "float64", "double"),
-}
-"""What others call the values of `precision`."""
-
-
 GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
     "launcher.spares": "Leave it out: the ranks that live go on without those that have died.",
@@ -110,7 +75,7 @@ def verify_not_gone(name: str) -> None:
 
 
 def verify_plain(cfg: DictConfig) -> None:
-    """Refuse the first mistake in the root options and the trainer's numbers.
+    """Refuse the first mistake in the root options.
 
     Values that do not resolve are left to those who need them.
     """
@@ -119,16 +84,8 @@ def verify_plain(cfg: DictConfig) -> None:
         raise ConfigError(f"mode={mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
     if cfg.monitor_mode not in ("min", "max"):
         raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
-    for key in ("precision", "trainer.precision"):
-        given = _resolved(cfg, key)
-        for meant, others in OTHER_PRECISIONS.items():
-            if str(given).lower() in others:
-                raise ConfigError(f"{key}={given} is unknown. Did you mean {meant}?")
-    for key, hint in {**ROOT, **NARROWER}.items():
-        group = key.partition(".")[0]
-        is_own = key.startswith(("data.", "module.")) and not str(_resolved(cfg, f"{group}._target_")).startswith(OWN)
-        value = _resolved(cfg, key)
-        if not is_own and value is not ... and SEARCHED.get(key, ...) != value:
+    for key, hint in ROOT.items():
+        if (value := _resolved(cfg, key)) is not ...:
             verify_value(key, whole(value), hint)
     if _resolved(cfg, "extras.enforce_tags") is True and not cfg.tags:
         raise ConfigError("tags=[] is refused by extras.enforce_tags=true. Give some, such as tags=[baseline].")

@@ -1,6 +1,5 @@
 """Describe the outcome of a run, its metrics, checkpoints and paths, and print it as a table."""
 
-import html
 import json
 import math
 import os
@@ -126,13 +125,6 @@ class Result:
             told = cls.read(run_dir)
             return told if told.status == FAILED else None
         return None
-
-    def _repr_html_(self) -> str:
-        """The summary table and the paths, for notebooks."""
-        paths = {"best checkpoint": short_path(self.best_checkpoint), "run directory": short_path(self.run_dir)}
-        rows = [(label, value) for label, value in (*summary_rows(self), *paths.items()) if value]
-        cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>" for label, value in rows)
-        return f"<table><caption>{self.mode} {self.status}</caption>{cells}</table>"
 
     @classmethod
     def read(cls, run_dir: str | Path) -> "Result":

@@ -172,7 +172,14 @@ def shortened(words: list[str], cfg: DictConfig) -> list[str]:
         return added
     if (num := num_processes(words, cfg)) > 1:
         added.append(f"devices={num * devices_per_process(cfg)}")
-    return [*added, *SHORT, *(SHORT_COMPARISON if cfg.mode == "compare" else [])]
+    more = (
+        SHORT_COMPARISON
+        if cfg.mode == "compare"
+        else ["trainer.limit_train_batches=8"]
+        if "trace" in str(words)
+        else []
+    )
+    return [*added, *SHORT, *more]  # torch's profiler begins with the third step
 
 
 def composed(words: list[str]) -> DictConfig:

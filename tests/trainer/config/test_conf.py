@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from seen import command
 
 import evener.conf
-from evener.strategies import STRATEGIES, ConfigError, SingleDeviceStrategy
+from evener.strategies import STRATEGIES, ConfigError
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.config.group_files import PACKAGE
@@ -32,6 +32,8 @@ def companions(choice: str) -> list[str]:
     if option == "custom":
         if group == "logger":
             return ["logger.custom._target_=pytorch_lightning.loggers.CSVLogger", "+logger.custom.save_dir=unused"]
+        if group == "strategy":
+            return ["strategy._target_=evener.strategies.SingleDeviceStrategy"]
         kind = {"module": "DigitsClassifier", "data": "DigitsDataModule"}[group]
         return [f"{group}._target_=evener.examples.digits.{kind}", *(["data=digits"] if group == "module" else [])]
     if group == "module" and f"data={option}" in CHOICES:
@@ -150,27 +152,3 @@ def test_the_configuration_is_printed_on_request(
     told = capsys.readouterr().out
     assert "\nstrategy:\n  _target_: evener.strategies.SingleDeviceStrategy\n" in told
     assert "${" not in told
-
-
-class OwnStrategy(SingleDeviceStrategy):
-    """A user's own, which knows no option of the config that it is named in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-
-@pytest.mark.parametrize(
-    ("file", "option", "value"),
-    [
-        ("model_parallel", "num_microbatches", 2),
-        ("balanced_ddp", "hysteresis", 0.02),  # the default of another file, which was not chosen
-        ("lightning_fsdp", "cpu_offload", "true"),
-    ],
-)
-def test_a_class_of_the_users_own_gets_no_default_that_it_does_not_take(
-    file: str, option: str, value: object, tmp_path: Path
-) -> None:
-    own = (f"strategy={file}", f"strategy._target_={__name__}.OwnStrategy")
-    assert list(prepared(tmp_path, *own).strategy) == ["_target_"]
-    with pytest.raises(ConfigError, match=rf"strategy\.{option} is not an option of"):
-        prepared(tmp_path, *own, f"strategy.{option}={value}")

@@ -1,14 +1,9 @@
-"""Print `--help`: every group with its files, and the files that are chosen, whose comments explain every key.
-
-A configuration that Hydra can't compose, or that does not resolve, is described in one sentence.
-"""
+"""Describe in one sentence a configuration that Hydra can't compose, or that does not resolve."""
 
 import re
-import shutil
-import sys
-import textwrap
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ...strategies.core.errors import did_you_mean, nearest
-from ..config.group_files import PACKAGE, Source, first_sentence, leaves
+from ..config.group_files import PACKAGE, Source, leaves
 from ..config.plain_values import GONE
-
-INDENT = 34
-"""Characters of the column of names."""
-
-
-def show_help(source: Source, overrides: Sequence[str]) -> None:
-    """Print the groups with their files, and the text of the files that overrides choose; examples at the end."""
-    cfg = source.compose([*overrides, "hydra.runtime.output_dir=''"], return_hydra=True)
-    chosen: dict[Any, Any] = dict(cfg.hydra.runtime.choices)
-    choices = {str(group): name for group, name in chosen.items() if not str(group).startswith("hydra")}
-    files = [source.config_name, "train"]
-    for group, name in choices.items():
-        files += source.chain(f"{group}/{name}")
-    lines = [
-        str(cfg.hydra.help.header), "",
-        "== Groups ==  choose a file with group=file, such as strategy=ddp; * is chosen now",
-        *group_lines(source, choices), "",
-        "== Keys ==  set a value with key=value, such as module.lr=0.1; the keys of other files: --help strategy=ddp",
-        *(f"\n--- {name}.yaml\n{text.rstrip()}" for name in dict.fromkeys(files) if (text := source.text(name))), "",
-        "== Examples ==", str(cfg.hydra.help.footer),
-    ]  # fmt: skip
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def group_lines(source: Source, choices: dict[str, Any]) -> Iterator[str]:
-    """One line per group, with what it is for, and one per file, with its first sentence."""
-    notes = source.notes()
-    for group in source.groups():
-        if group != "hydra":
-            yield f"{group}: {notes[group]}" if group in notes else group
-            for name in source.files(group):
-                mark = "*" if choices.get(group) == name else " "
-                yield from entry(f"{mark} {name}", first_sentence(source.text(f"{group}/{name}")))
-
-
-def entry(name: str, meaning: str) -> list[str]:
-    """A name and its meaning in two columns, the meaning wrapped."""
-    width = max(shutil.get_terminal_size((100, 24)).columns, 60)
-    wrapped = textwrap.wrap(meaning.strip(), width - INDENT - 1) or [""]
-    first = f"{name:<{INDENT}} {wrapped[0]}".rstrip() if len(name) <= INDENT else name
-    rest = wrapped[1:] if len(name) <= INDENT else wrapped
-    return [first, *(" " * (INDENT + 1) + line for line in rest if line)]
-
 
 _MISSING = re.compile(r"Interpolation key '(\w+)\.(\w+)' not found")
 
@@ -88,8 +40,9 @@ def composition_sentence(exc: Exception, source: Source, overrides: Sequence[str
     if lines[0].startswith("Ambiguous value"):
         return f"{lines[0].rstrip('.')}. For a list use brackets, as in key=[a,b]; for a sweep add -m."
     unknown = re.match(r"Could not override '([^']+)'", lines[0])
-    if unknown:
-        return _unknown_key(unknown[1], source, overrides)
+    with suppress(Exception):  # a file of `--config-dir`, which is not among those of the source
+        if unknown:
+            return _unknown_key(unknown[1], source, overrides)
     return f"{lines[0].rstrip('.')}. Run with --cfg job to print the configuration, or --help to list the groups."
 
 
