@@ -172,14 +172,10 @@ def shortened(words: list[str], cfg: DictConfig) -> list[str]:
         return added
     if (num := num_processes(words, cfg)) > 1:
         added.append(f"devices={num * devices_per_process(cfg)}")
-    more = (
-        SHORT_COMPARISON
-        if cfg.mode == "compare"
-        else ["trainer.limit_train_batches=8"]
-        if "trace" in str(words)
-        else []
-    )
-    return [*added, *SHORT, *more]  # torch's profiler begins with the third step
+    more = SHORT_COMPARISON if cfg.mode == "compare" else []
+    if "debug=trace" in words:  # torch's profiler begins with the third step
+        more = ["trainer.limit_train_batches=8", "trainer.limit_val_batches=0"]
+    return [*added, *SHORT, *more]
 
 
 def composed(words: list[str]) -> DictConfig:
