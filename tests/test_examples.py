@@ -114,9 +114,7 @@ def test_gan_gets_better_than_the_mean_image() -> None:
 # configuration
 
 
-@pytest.mark.parametrize(
-    "file", ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan", "module/two_devices"]
-)
+@pytest.mark.parametrize("file", ["data/digits", "data/char_lm", "module/digits", "module/char_lm", "module/gan"])
 def test_a_config_lists_every_option_with_the_default_of_its_class(file: str) -> None:
     group, _, name = file.partition("/")
     cfg = compose([f"{group}={name}", *(["data=char_lm"] if name == "char_lm" else [])])[group]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import WarningCache
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from ..core.errors import PartsDiffer
@@ -100,7 +100,7 @@ class Layout(Protocol):
         """
         return False
 
-    def describe(self, module: nn.Module) -> str:
+    def describe(self) -> str:
         """Draw what each device holds, as text; empty if there is nothing to draw."""
         return ""
 

@@ -9,6 +9,7 @@ LM( tok: Embedding              tok                                  0
 ```
 """
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -142,24 +143,19 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
             f"{num_stages - 1}: the first module of each stage after stage 0."
         )
     verify_submodules("partition", first_modules, module)
-    parts = find_parts(module, first_modules)
-    part_of = {part.name: part for part in parts}
+    place = {name: i for i, (name, _) in enumerate(module.named_modules())}
+    begins = [place[name] for name in first_modules]
+    if begins != sorted(begins):
+        raise ConfigError(
+            f"partition={list(first_modules)} is not in the order of the module. Give the names in the order of "
+            "module.named_modules()."
+        )
     stage_of: dict[str, int] = {}
     home: dict[int, int] = {}
-    left = list(first_modules)
-    for name, _ in module.named_modules():
-        if left and name == left[0]:
-            left = left[1:]
-        if name in part_of:
-            tensors = part_of[name].tensors
-            stages = [num_stages - 1 - len(left), *(home[id(tensor)] for tensor in tensors if id(tensor) in home)]
-            stage_of[name] = min(stages)
-            home.update({id(tensor): stage_of[name] for tensor in tensors})
-    if left:
-        raise ConfigError(
-            f"partition={list(first_modules)} is not in the order of the module: {left[0]} is registered before "
-            "the name listed before it. Give the names in the order of module.named_modules()."
-        )
+    for part in find_parts(module, first_modules):
+        stages = [bisect(begins, place[part.name]), *(home[id(one)] for one in part.tensors if id(one) in home)]
+        stage_of[part.name] = min(stages)
+        home.update({id(tensor): stage_of[part.name] for tensor in part.tensors})
     empty = [stage for stage in range(num_stages) if stage not in stage_of.values()]
     if empty:
         raise ConfigError(
@@ -169,41 +165,10 @@ def named_plan(module: nn.Module, num_stages: int, first_modules: Sequence[str])
     return StagePlan(num_stages, stage_of)
 
 
-def verify_manual(module: nn.Module, devices: Sequence[torch.device]) -> None:
-    """Refuse a manual placement, after `configure_model`, with a parameter or buffer on no device of the process."""
-    stray = [
-        f"{name} on {tensor.device}"
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if tensor.device not in devices
-    ]
-    if stray:
-        shown = ", ".join(stray[:5]) + (f" and {len(stray) - 5} more" if len(stray) > 5 else "")
-        raise ConfigError(
-            f"partition=manual: {shown}; the devices of this process are {', '.join(map(str, devices))}. Move every "
-            "layer in configure_model, to a device of self.trainer.strategy.process_devices."
-        )
-
-
-def found_plan(module: nn.Module, devices: Sequence[torch.device]) -> StagePlan:
-    """Describe an existing placement: a part belongs to the device of its first tensor."""
-    parts = find_parts(module)
-    return StagePlan(len(devices), {part.name: devices.index(part.tensors[0].device) for part in parts})
-
-
-def plan_rows(module: nn.Module, plan: StagePlan, devices: Sequence[torch.device]) -> list[tuple[str, ...]]:
-    """The rows of the plan's table, one per stage: stage, device, modules, parameters, bytes.
-
-    Bytes are those of parameters and buffers; a tied tensor counts once.
-    """
-    tensors = {part.name: part.tensors for part in find_parts(module, list(plan.stage_of))}
-    rows: list[tuple[str, ...]] = []
-    for stage in range(plan.num_stages):
-        names = [name for name, where in plan.stage_of.items() if where == stage]
-        own = {id(tensor): tensor for name in names for tensor in tensors[name]}.values()
-        parameters = sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter))
-        size = sum(tensor.nbytes for tensor in own)
-        rows.append((str(stage), str(devices[stage]), ", ".join(_ranges(names)), f"{parameters:,}", f"{size:,}"))
-    return rows
+def plan_lines(plan: StagePlan, devices: Sequence[torch.device]) -> list[str]:
+    """Say which modules each stage holds."""
+    stages = [[name for name, where in plan.stage_of.items() if where == stage] for stage in range(plan.num_stages)]
+    return [f"{', '.join(_ranges(names))} on {device}" for names, device in zip(stages, devices, strict=True)]
 
 
 def _ranges(names: Sequence[str]) -> list[str]:

@@ -89,7 +89,7 @@ class TimeBalance:
             state_to_parameters(optimizer)
         return (
             f"balance=time: milliseconds of a step's forward passes by stage, {_stage_ms(before, work, weights)} "
-            f"as it was cut by memory, {_stage_ms(plan, work, weights)} now:\n{stages.table(self.module)}"
+            f"as it was cut by memory, {_stage_ms(plan, work, weights)} now: {' | '.join(stages.lines())}"
         )
 
 

@@ -12,7 +12,7 @@ from lightning_fabric.utilities.apply_func import move_data_to_device
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from ..batch.layout import Attach, PartsLayout
@@ -119,7 +119,9 @@ class StageLayout(PartsLayout):
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
         self._has_moved, self._clears = False, None
-        self._told.info(f"{type(module).__name__} in {self.stages.num_stages} stages: {self.stages.line(module)}")
+        self._told.info(
+            f"{type(module).__name__} in {self.stages.num_stages} stages: {' | '.join(self.stages.lines())}"
+        )
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +175,8 @@ class StageLayout(PartsLayout):
         self._microbatches = MicroBatches(self.stages, module, self.strategy, self.structures.lists)
 
     @override
-    def describe(self, module: nn.Module) -> str:
-        return self.stages.table(module)
+    def describe(self) -> str:
+        return "\n".join(f"stage {stage}: {line}" for stage, line in enumerate(self.stages.lines()))
 
     @override
     def close(self) -> None:

@@ -11,8 +11,8 @@ from ..core.errors import ConfigError
 from ..core.options import Advice, Count, NotNegative, Options, Positive
 from .schedule import ScheduleName
 
-Partition: TypeAlias = Literal["auto", "manual"] | Sequence[str]
-"""Cut of a module: `auto`, `manual`, or the names of the first module of each later stage."""
+Partition: TypeAlias = Literal["auto"] | Sequence[str]
+"""Cut of a module: `auto`, or the names of the first module of each later stage."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class StageOptions(Options):
     """How a module is cut into stages, and a batch into micro-batches.
 
     Args:
-        partition: `auto` balances memory over contiguous stages; `manual` leaves placement to the module's
-            `configure_model`; a list names the first module of each stage after stage 0.
+        partition: `auto` balances memory over contiguous stages; a list names the first module of each stage after
+            stage 0.
         num_microbatches: number of micro-batches per training batch, which run on different stages at the same time.
         schedule: order of the micro-batches on each stage. `1f1b` keeps the activations of at most as many of them as
             there are stages; `gpipe` keeps those of all.

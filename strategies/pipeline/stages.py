@@ -1,7 +1,6 @@
 """Place one copy of a module across the devices of a process."""
 
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,20 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..core.devices import has_streams
-from ..core.errors import ConfigError, draw_table
+from ..core.errors import ConfigError
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
-from ._plan import (
-    StagePlan,
-    auto_plan,
-    found_plan,
-    named_plan,
-    plan_rows,
-    verify_manual,
-)
+from ._plan import StagePlan, auto_plan, named_plan, plan_lines
 from .module_parts import find_parts, place_parts
 from .options import StageOptions
 
@@ -81,17 +73,15 @@ class Stages:
         self.devices = list(devices)
         self.options = options
         self.plan: StagePlan | None = None
-        """The assignment of parts to stages; None before placement and under `partition=manual`."""
+        """The assignment of parts to stages; None before placement."""
         self.hooks: list[RemovableHandle] = []
         """What moves inputs, and measures parts, until `remove`."""
         self._on_thread = _OnThread()
-        self._manual: dict[str, torch.device] = {}
         self._mixed: MixedDevices | None = None
-        self._placed: weakref.ref[nn.Module] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of a module, or of a part of it, takes along with its hooks: no hold on the module itself."""
-        return {**vars(self), "hooks": [], "_placed": None, "_mixed": None}
+        return {**vars(self), "hooks": [], "_mixed": None}
 
     @property
     def num_stages(self) -> int:
@@ -118,11 +108,6 @@ class Stages:
     def place(self, module: LightningModule) -> None:
         """Move each part of the module to its stage's device, and add hooks that move its inputs there."""
         self.remove()
-        if self.options.partition == "manual":
-            self._place_again(module)
-            verify_manual(module, self.devices)
-            module._device = self.meeting_device
-            return
         weights = self.options.device_weights
         if weights is not None and len(weights) != self.num_stages:
             raise ConfigError(
@@ -144,19 +129,10 @@ class Stages:
         assert self.plan is not None, "call place first"
         return {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
 
-    def table(self, module: nn.Module) -> str:
-        """Draw the plan as text; under `partition=manual` the found placement, where a repeated device is one stage."""
-        return draw_table([("stage", "device", "modules", "parameters", "bytes"), *self._rows(module)])
-
-    def line(self, module: nn.Module) -> str:
-        """Say in one line which modules each stage holds."""
-        return " | ".join(f"{names} on {device}" for _, device, names, *_ in self._rows(module))
-
-    def _rows(self, module: nn.Module) -> list[tuple[str, ...]]:
-        if self.plan is not None:
-            return plan_rows(module, self.plan, self.devices)
-        devices = list(dict.fromkeys(self.devices))
-        return plan_rows(module, found_plan(module, devices), devices)
+    def lines(self) -> list[str]:
+        """Say which modules each stage holds."""
+        assert self.plan is not None, "call place first"
+        return plan_lines(self.plan, self.devices)
 
     def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
         """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
@@ -192,15 +168,6 @@ class Stages:
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
-
-    def _place_again(self, module: nn.Module) -> None:
-        """Record where the user placed each tensor; in a later run move it back, because Lightning moved it away."""
-        tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        if self._placed is not None and self._placed() is module and self._manual.keys() == tensors.keys():
-            for name, tensor in tensors.items():
-                tensor.data = tensor.data.to(self._manual[name])
-        self._placed = weakref.ref(module)
-        self._manual = {name: tensor.device for name, tensor in tensors.items()}
 
     def _make_plan(self, module: LightningModule) -> StagePlan:
         if not isinstance(self.options.partition, str):

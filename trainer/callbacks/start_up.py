@@ -155,10 +155,10 @@ def _named(device: torch.device) -> str:
 
 def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
     """Draw what each device does: the stages of the module, or the device's chunk of the batch."""
-    layout, module = layout_of(trainer.strategy), trainer.lightning_module
+    layout = layout_of(trainer.strategy)
     sizes, _ = global_sizes(trainer)
     lines = [f"global batch {batch_line(trainer)}"] if sizes else []
-    if layout is not None and (drawn := layout.describe(module)):
+    if layout is not None and (drawn := layout.describe()):
         return "\n".join([*lines, "", drawn])
     parts = [f"{size:,}" for size in sizes] if len(sizes) == len(devices) else [""] * len(devices)
     rows = zip(map(str, range(len(devices))), devices, parts, strict=True)

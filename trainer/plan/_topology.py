@@ -79,11 +79,6 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
     """Determine how a strategy that is not set up spreads its work, or refuse one that is not this project's."""
     name, num_devices = name_of(strategy), count_devices(cfg)
     stages = getattr(strategy, "stage_options", None) or StageOptions()
-    if stages.partition == "manual":
-        raise ConfigError(
-            "mode=plan does not support partition=manual, where the module moves its layers itself. Use mode=compare, "
-            "which measures, or strategy.partition=auto."
-        )
     workspace = workspace_bytes(cfg)
     spread = Topology(name, num_devices, stages=stages, recompute=recompute_of(strategy), workspace=workspace)
     if isinstance(strategy, SingleDeviceStrategy):

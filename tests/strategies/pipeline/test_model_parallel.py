@@ -122,7 +122,7 @@ def test_a_failure_in_a_micro_batch_names_it() -> None:
 
 
 class TwoDevices(Net):
-    """The classic module on two devices, placed by hand."""
+    """The classic module on two devices, placed by hand, which `auto` places otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class TwoDevices(Net):
         return self.net[2](hidden.to(second)).to(x.device)
 
 
-def test_a_module_placed_by_hand_equals_one_device_and_is_tested_after_fit() -> None:
+def test_a_module_that_moves_its_layers_itself_equals_one_device_and_is_tested_after_fit() -> None:
     module, case = make_module(Case(TwoDevices)), Case()
-    trainer = fit(case, module, Halves(partition="manual"))
+    trainer = fit(case, module, Halves())
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     assert (weights - baseline(case).weights).abs().max() < 1e-10
     assert trainer.test(module, case.loader(), verbose=False)[0] == pytest.approx(baseline(case).tested, abs=1e-6)
@@ -167,7 +167,7 @@ def test_values_of_old_configurations_that_change_nothing_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"partition": "half"}, "partition=half is not allowed. Give auto, manual or a list"),
+        ({"partition": "half"}, "partition=half is not allowed. Give auto or a list"),
         ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
         ({"num_microbatches": 0}, "num_microbatches=0 is not allowed. Give a whole number >= 1"),
         ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),

@@ -76,7 +76,7 @@ def test_what_others_annotate_is_theirs() -> None:
     [
         (lambda: DDPStrategy(bucket_cap_mb=0), r"ddp: bucket_cap_mb=0 is not allowed\. Give a number > 0 or null\."),
         (lambda: DDPStrategy(backend="smoke"), r"backend=smoke is not available in this build .*choose from .*gloo"),
-        (lambda: StageOptions(partition=3), r"partition=3 is not allowed\. Give auto, manual or a .*names the first"),
+        (lambda: StageOptions(partition=3), r"partition=3 is not allowed\. Give auto or a .*names the first"),
         (lambda: Checkpoint(every_n_steps=0), r"Checkpoint: every_n_steps=0 is not allowed\. Give a whole"),
         (lambda: resolve_devices(None), r"devices must be a count, a list or 'auto'; got None"),
     ],

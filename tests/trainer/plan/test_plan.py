@@ -252,7 +252,6 @@ def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
 
 REFUSED = [
     (["devices=2"], r"single_device: 2 devices were given"),
-    (["strategy=model_parallel", "devices=2", "strategy.partition=manual"], r"does not support partition=manual"),
     (["strategy=ddp_model_parallel", "devices=3"], r"3 devices don't divide into processes of 2"),
     (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan does not support dp\.submodule"),
     (["devices=none"], r"devices=none: at least one device"),
