@@ -1,5 +1,5 @@
 """Decide which rank reads which sample.
 
-Exports: loaders, shares, sampling, streams, torch_loader.
+Exports: loaders, shares, sampling, streams.
 May import: core, batch.
 """

@@ -43,7 +43,7 @@ class RankShares:
         self.weighed_losses: list[tuple[Sequence[Tensor], Tensor]] = []
         self.knows_parts = False
         self._parts: set[float] = set()
-        self._rows_at: list[Path] = []
+        self._rows_at: Path | None = None
         self._loaders: Sequence[Any] = ()
         self._sources: list[Source | None] = []
 
@@ -124,18 +124,16 @@ class RankShares:
             verify_side_by_side(loop._combined_loader, self._strategy, loop.max_batches)
             self.knows_parts = True
             known = with_rows() if self.current is not None and self._num_ranks > 1 else ()
-            self._rows_at = [place for place in known if _num_rows(batch, place) == self.num]
+            self._rows_at = next((place for place in known if _num_rows(batch, place) == self.num), None)
         if len(self._parts) > 1:
             raise ConfigError(
                 f"{self._strategy}: this rank has {' and '.join(f'{part:.3g}' for part in sorted(self._parts))} of "
                 f"the batches of the loaders that are read side by side, {TRAINED}"
             )
-        if not (self._rows_at and self.counts) or _num_rows(batch, self._rows_at[0]) == self.num:
-            return
-        rows = [_num_rows(batch, place) for place in self._rows_at]
-        if None not in rows and self.num not in rows:
+        rows = self.num if self._rows_at is None or not self.counts else _num_rows(batch, self._rows_at)
+        if rows not in (None, self.num):
             raise ConfigError(
-                f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows[0]} rows, so "
+                f"{self._strategy}: this rank has read {self.num:g} samples, but their batch has {rows} rows, so "
                 "that its loss has no known weight. Have collate_fn and the transfer hooks keep all samples, or "
                 'return {"loss": loss, "loss_weight": n} from training_step.'
             )

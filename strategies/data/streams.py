@@ -1,9 +1,10 @@
-"""Divide among ranks loaders without an index (iterable datasets, any iterable)."""
+"""Wrap loaders; divide among ranks those without an index (iterable datasets, any iterable)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,31 @@ from ..batch.whole.whole_steps import tell_whole
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from .sampling import Agree, Divide, Pass, Passes, Share, in_one_order
-from .torch_loader import Around
+
+
+class Around:
+    """A loader around another one, whose attributes it has."""
+
+    loader: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def evener_original(self) -> Any:
+        """The user's loader, where this one is given to a trainer once more; see `RankLoaders`."""
+        return getattr(self.loader, "evener_original", self.loader)
+
+    @property
+    def _iterator(self) -> Any:
+        """The iterator on which Lightning shuts down a DataLoader's workers."""
+        return self.loader._iterator  # AttributeError if it has none
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.loader._iterator = iterator
 
 
 @dataclass(eq=False)

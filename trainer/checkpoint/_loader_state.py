@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
-from ...strategies.data.streams import Divided, Stream
-from ...strategies.data.torch_loader import Around, next_of
+from ...strategies.data.streams import Around, Divided, Stream
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
@@ -193,12 +192,7 @@ class Resumable(_Around):
         return batches
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        fetch = next_of(batches)
-        while True:
-            try:
-                batch = fetch()
-            except StopIteration:
-                return
+        for batch in batches:
             self._position += 1
             yield batch
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
-from ...strategies.data.torch_loader import next_of
 from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, may_be_lean, overridden
 
 
@@ -40,8 +39,6 @@ class OneLoader:
     def __init__(self, fetcher: _DataFetcher) -> None:
         self.fetcher = fetcher
         self.combined: Any = fetcher.combined_loader._iterator
-        self._iterator: Any = None
-        self._next: Callable[[], Batch] = self.__next__
 
     @classmethod
     def of(cls, fetcher: _DataFetcher) -> "OneLoader | None":
@@ -64,11 +61,8 @@ class OneLoader:
             StopIteration: the loader is exhausted.
         """
         combined, fetcher = self.combined, self.fetcher
-        iterator = combined.iterators[0]
-        if iterator is not self._iterator:
-            self._iterator, self._next = iterator, next_of(iterator)
         try:
-            batch = self._next()
+            batch = next(combined.iterators[0])
         except StopIteration:
             if type(combined) is _MaxSizeCycle:
                 combined._consumed[0] = True
