@@ -11,7 +11,7 @@ As many elements as samples, or unequal numbers of them, stay what they are. Of 
 strings, and tensors of several rows are samples, unless larger parts have shown otherwise.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -58,7 +58,6 @@ class EvaluationLists:
         self._hook: Replacement | None = None
         self._counted: dict[str, set[str]] = {}
         """By step, the numbers to which it adds."""
-        self._counters: Counters | None = None
         self._are_samples: dict[tuple[str, Path], bool] = {}
         """By step and list, whether elements are samples: parts of a single one don't show it."""
 
@@ -69,7 +68,7 @@ class EvaluationLists:
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
         self._parts = [PartLists([vars(part) for part in lightning_modules(module)])]
-        self._has_begun, self._module, self._counters, self._gather = False, module, None, self._gather_ranks
+        self._has_begun, self._module, self._gather = False, module, self._gather_ranks
         if self._hook is not None:  # of an evaluation that has failed
             self._hook.remove()
         loop = module.trainer._evaluation_loop
@@ -87,16 +86,13 @@ class EvaluationLists:
 
     def _take(self) -> None:
         """Note what the root's step on the last batch has appended and counted, or what there is before the first."""
-        root, module = self._parts[0], self._module
         if self._has_begun:
-            root.take(self._batch, self._num)
-            if self._counters is not None:
-                self._counters.take(self._num > 0)
+            self._parts[0].take(self._batch, self._num)
+            self._counters.take(self._num > 0)
             return
-        root.begin()
-        step = "test_step" if module.trainer.testing else "validation_step"
-        names = self._counted.get(step, set()) if self._gather is not None else ()
-        self._counters = Counters(module, names) if names else None
+        self._parts[0].begin()
+        step = "test_step" if self._module.trainer.testing else "validation_step"
+        self._counters = Counters(self._module, self._counted.get(step, ()) if self._gather is not None else ())
 
     @contextmanager
     def of_replicas(
@@ -112,7 +108,7 @@ class EvaluationLists:
         if self._gather is None:
             self.begin_batch(None, sum(sizes))
         while len(self._parts) < len(replicas):
-            self._parts.append(self._parts[0].copied(replicas[0][0]))
+            self._parts.append(self._parts[0].copied())
         with given_lists(self._parts, replicas, used):
             yield
         for i, size in zip(used, sizes, strict=True):
@@ -144,8 +140,6 @@ class EvaluationLists:
         """Join the lists; `rest` is how many times as much the whole evaluation appends, if this is a sanity check."""
         root = self._parts[0]
         self._take()
-        if self._counters is not None and self._gather is not None:
-            self._counters.put(self._gather(_on_host(self._counters.added())))
         if self._gather is None and len(self._parts) == 1:
             return
         parts = [(part.added, part.entries()) for part in self._parts]
@@ -153,8 +147,7 @@ class EvaluationLists:
             if not self._is_to_gather(self._gather, parts, rest):
                 return
             parts = [part for rank in self._gather(_on_host(parts)) for part in rank]
-        every = dict.fromkeys(path for added, entries in parts for path in (*added, *entries))
-        for path in every:
+        for path in dict.fromkeys(path for added, entries in parts for path in (*added, *entries)):
             with torch.no_grad():
                 if joined := self.joined(step, path, [added for added, _ in parts]):
                     root.put(path, joined)
@@ -181,17 +174,18 @@ class EvaluationLists:
         return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
 
     def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
-        """Whether any rank has something to gather; all together not too much."""
-        tensors = [value for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray))]
-        ranks = gather((any(map(any, parts)), sum(value.nbytes for value in tensors)))
-        total = sum(size for _, size in ranks) * rest / 2**20
+        """Whether any rank has something to gather, all together not too much; adds up what ranks have counted."""
+        size = sum(value.nbytes for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray)))
+        ranks = gather((any(map(any, parts)), size, _on_host(self._counters.added())))
+        self._counters.put([added for *_, added in ranks])
+        total = sum(size for _, size, _ in ranks) * rest / 2**20
         if total > self._limit_mb:
             raise ConfigError(
                 f"{self._strategy}: lists that evaluation steps append to hold {total:,.0f} MiB over all ranks, and "
                 f"strategy.gather_lists_mb={self._limit_mb:g} are gathered at most. Use a metric of torchmetrics, or "
                 "raise it, if the host's memory holds as much for each rank."
             )
-        return any(has for has, _ in ranks)
+        return any(has for has, *_ in ranks)
 
 
 class Counters:
@@ -202,18 +196,15 @@ class Counters:
     """
 
     def __init__(self, module: pl.LightningModule, names: Collection[str]) -> None:
-        self._module, self._names = module, sorted(names)
+        places = [name.rpartition(".") for name in sorted(names)]
+        self._places = [(vars(module.get_submodule(path)), key) for path, _, key in places]
+        self._device = module.device
         self._first = self._last = self._values()
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> list[Any]:
         """Copies of what they are."""
-        found = {name: vars(self._module.get_submodule(path)).get(key) for name, path, key in self._places()}
-        return {name: copied(value) if isinstance(value, Tensor) else value for name, value in found.items()}
-
-    def _places(self) -> Iterator[tuple[str, str, str]]:
-        for name in self._names:
-            path, _, key = name.rpartition(".")
-            yield name, path, key
+        found = [space.get(key) for space, key in self._places]
+        return [copied(value) if isinstance(value, Tensor) else value for value in found]
 
     def take(self, counts: bool) -> None:
         """Undo what a step has added that ran on samples of other ranks."""
@@ -221,25 +212,22 @@ class Counters:
             self._give(self._last)
         self._last = self._values()
 
-    def added(self) -> dict[str, Any]:
+    def added(self) -> list[Any]:
         """What was added by this rank."""
-        return {name: value - self._first[name] for name, value in self._last.items()}
+        return [last - first for first, last in zip(self._first, self._last, strict=True)]
 
-    def put(self, of_ranks: Sequence[dict[str, Any]]) -> None:
+    def put(self, of_ranks: Sequence[list[Any]]) -> None:
         """Have the module hold what all ranks have added, which is on the host."""
-        found = dict[str, Any]()
-        for name, last in self._last.items():
-            device = last.device if isinstance(last, Tensor) else self._module.device
-            first, *added = (
-                value.to(device) if isinstance(value, Tensor) else value
-                for value in (self._first[name], *(one[name] for one in of_ranks))
-            )
-            found[name] = sum(added, start=first)
-        self._give(found)
+        totals = list[Any]()
+        for first, last, *added in zip(self._first, self._last, *of_ranks, strict=True):
+            device = last.device if isinstance(last, Tensor) else self._device
+            moved = [one.to(device) if isinstance(one, Tensor) else one for one in (first, *added)]
+            totals.append(sum(moved[1:], start=moved[0]))
+        self._give(totals)
 
-    def _give(self, values: dict[str, Any]) -> None:
-        for name, path, key in self._places():
-            vars(self._module.get_submodule(path))[key] = values[name]
+    def _give(self, values: Sequence[Any]) -> None:
+        for (space, key), value in zip(self._places, values, strict=True):
+            space[key] = value
 
 
 class BatchLists:
@@ -260,7 +248,7 @@ class BatchLists:
         root = PartLists([vars(module) for module in modules[0]], names)
         root.begin()
         is_root = [module[0] is modules[0][0] for module in modules]
-        self._parts = [root if own else root.copied(modules[0][0]) for own in is_root]
+        self._parts = [root if own else root.copied() for own in is_root]
         self._copies = [i for i, own in enumerate(is_root) if not own and sizes[i]]
 
     def given(self) -> AbstractContextManager[None]:

@@ -2,19 +2,17 @@
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
-from types import CellType
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
-from ..core.patching import hooks_of
 from .losses import is_loss
-from .results import Joiner, are_equal, combine, is_whole
+from .results import Joiner, are_equal, combine, is_array, is_whole
 from .tree import Path, called, children, rebuild, walk
 
 Key: TypeAlias = tuple[int, int]
@@ -22,8 +20,6 @@ Key: TypeAlias = tuple[int, int]
 
 Space: TypeAlias = dict[str, Any]
 """The attributes of a module."""
-
-_HOLDERS = (list, dict, tuple)
 
 
 class Added(NamedTuple):
@@ -46,7 +42,7 @@ Appended: TypeAlias = dict[Path, list[Added]]
 
 @dataclass(eq=False)
 class PartLists:
-    """Follows the lists of one copy of a module: an attribute, or in dictionaries, tuples or lists that are one.
+    """Follows the lists of one copy of a module: an attribute, or in dictionaries or lists that are one.
 
     Args:
         spaces: the attributes of its modules.
@@ -69,16 +65,15 @@ class PartLists:
         self._ends = {path: (values, len(values)) for path, values in self._found()}
         self.added = {}
 
-    def copied(self, module: nn.Module) -> "PartLists":
+    def copied(self) -> "PartLists":
         """The lists as they are, for another copy of the module."""
-        held, made = _held_by_hooks(module), dict[int, Any]()
-        own = (_own_lists(space, held, made) for space in self.spaces)
-        chosen = [
-            {n: v for n, v in one.items() if self.names is None or (i, n) in self.names} for i, one in enumerate(own)
+        spaces = [
+            {name: _copied(value) for name, value in self._followed(i, space) if _holds_lists(value)}
+            for i, space in enumerate(self.spaces)
         ]
-        copy = PartLists(chosen, self.names)
-        copy.begin()
-        return copy
+        own = PartLists(spaces, self.names)
+        own.begin()
+        return own
 
     def take(self, batch: Key, num: float) -> None:
         """Note what a part of `num` samples has appended; a part without samples leaves nothing."""
@@ -86,8 +81,9 @@ class PartLists:
             if type(values) is not list:
                 continue
             before, start = self._ends.get(path, (values, self._parents.get(path, 0)))
-            if len(values) < start or (before is not values and not _begins_with(values, before[:start])):
-                start = 0  # a new list, or one that was cleared
+            is_new = before is not values and any(one is not other for one, other in zip(values, before, strict=False))
+            if len(values) < start or is_new:  # or one that was cleared
+                start = 0
                 self.added.pop(path, None)
             if not num:
                 del values[start:]
@@ -107,7 +103,7 @@ class PartLists:
             if isinstance(value, dict):
                 before, num = self._ends.get(path, (value, 0))
                 new = islice(value.items(), num if before is value and num <= len(value) else 0, None)
-                found[path] = {key: child for key, child in new if not isinstance(child, _HOLDERS)}
+                found[path] = {key: child for key, child in new if not isinstance(child, (list, dict))}
         return {path: new for path, new in found.items() if new}
 
     def update(self, path: Path, entries: dict[Any, Any]) -> None:
@@ -120,26 +116,60 @@ class PartLists:
             value = value.setdefault(key, {}) if isinstance(value, dict) else value[key]
         return value.setdefault(path[-1], otherwise) if isinstance(value, dict) else value[path[-1]]
 
+    def _followed(self, i: int, space: Space) -> Iterator[tuple[str, Any]]:
+        """The attributes of a module that may hold lists."""
+        for name, value in space.items():
+            is_holder = type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, dict))
+            if is_holder and (self.names is None or (i, name) in self.names):
+                yield name, value
+
     def _found(self) -> Iterator[tuple[Path, Any]]:
         """Yield the lists, and dictionaries, each with its first path."""
         seen = set[int]()
-        for number, space in enumerate(self.spaces):
-            for name, value in space.items():
-                is_holder = type(value) is list or (name not in LIGHTNING_KEYS and isinstance(value, (dict, tuple)))
-                if is_holder and (self.names is None or (number, name) in self.names):
-                    for path, one in self._inside((number, name), value):
-                        if id(one) not in seen:
-                            seen.add(id(one))
-                            yield path, one
+        for i, space in enumerate(self.spaces):
+            for name, value in self._followed(i, space):
+                for path, one in self._inside((i, name), value):
+                    if id(one) not in seen:
+                        seen.add(id(one))
+                        yield path, one
 
     def _inside(self, path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-        is_parent = type(value) is tuple or self._parents.get(path) == len(value)
+        is_parent = self._parents.get(path) == len(value)
         if not is_parent:
             yield path, value
         if is_parent or (isinstance(value, dict) and len(value) <= MOST_ELEMENTS):
             for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if type(child) in (list, tuple) or isinstance(child, dict):
+                if type(child) is list or isinstance(child, dict):
                     yield from self._inside((*path, key), child)
+
+
+def _holds_lists(value: Any) -> bool:
+    return type(value) is list or not value or any(isinstance(child, (list, dict)) for child in value.values())
+
+
+def _copied(value: Any) -> Any:
+    """A list, or a structure of lists and dictionaries, of one's own."""
+    if type(value) is list:
+        return [_copied(child) if type(child) in (list, dict) else child for child in value]
+    own = copy(value)
+    own.update({key: _copied(child) for key, child in value.items() if type(child) is list or isinstance(child, dict)})
+    return own
+
+
+@contextmanager
+def given_lists(
+    parts: Sequence[PartLists], replicas: Sequence[Sequence[nn.Module]], used: Sequence[int]
+) -> Generator[None]:
+    """Give each replica but the root, that is used inside the block, lists of its own."""
+    pairs = [(own, vars(module)) for i in used if i for own, module in zip(parts[i].spaces, replicas[i], strict=True)]
+    before = [dict(space) for _, space in pairs]
+    for own, space in pairs:
+        space.update(own)
+    yield
+    for (own, space), was in zip(pairs, before, strict=True):
+        made = {n: v for n, v in space.items() if n not in was and isinstance(v, (list, dict))}
+        own.update({name: space[name] for name in own if name in space} | made)
+        space.update({name: was[name] for name in own if name in was})
 
 
 @dataclass(frozen=True)
@@ -200,8 +230,8 @@ class Join:
 
 def _is_of_batch(value: Any) -> bool:
     """Whether what a part of one sample appended is of a batch, by its tensors, rather than a sample itself."""
-    arrays = [part for _, part in walk(value) if isinstance(part, (Tensor, np.ndarray))]
-    return bool(arrays) and all(not part.ndim or len(part) <= 1 for part in arrays)
+    arrays = [part for _, part in walk(value) if isinstance(part, Tensor) or is_array(part)]
+    return bool(arrays) and all(not is_array(part) or len(part) <= 1 for part in arrays)
 
 
 def with_loss(appended: Appended, losses: Sequence[Tensor], loss: Tensor | None) -> Appended:
@@ -222,56 +252,3 @@ def _with_loss(value: Any, losses: Sequence[Tensor], loss: Tensor) -> Any:
         return float(loss.detach())
     items = children(value) if isinstance(value, (dict, list, tuple)) else None
     return value if items is None else rebuild(value, [_with_loss(child, losses, loss) for _, child in items])
-
-
-@contextmanager
-def given_lists(
-    parts: Sequence[PartLists], replicas: Sequence[Sequence[nn.Module]], used: Sequence[int]
-) -> Generator[None]:
-    """Give each replica but the root, that is used inside the block, lists of its own."""
-    before = {i: [dict(vars(part)) for part in replicas[i]] for i in used if i}
-    pairs = {i: list(zip(parts[i].spaces, replicas[i], strict=True)) for i in before}
-    for own, module in (pair for of_replica in pairs.values() for pair in of_replica):
-        vars(module).update(own)
-    yield
-    for i, kept in before.items():
-        for (own, module), was in zip(pairs[i], kept, strict=True):
-            made = {n: v for n, v in vars(module).items() if n not in was and isinstance(v, (list, dict))}
-            own.update({name: vars(module)[name] for name in own if name in vars(module)} | made)
-            vars(module).update({name: was[name] for name in own if name in was})
-
-
-def _held_by_hooks(module: nn.Module) -> set[int]:
-    """The ids of what hooks refer to beside the module: a list that they fill stays the one that steps read."""
-    hooks = [hook for part in module.modules() for own in hooks_of(part) for hook in own.values()]
-    cells = [cell for hook in hooks for cell in getattr(hook, "__closure__", None) or () if cell != CellType()]
-    return {id(cell.cell_contents) for cell in cells} | {id(getattr(hook, "__self__", None)) for hook in hooks}
-
-
-def _own_lists(space: Space, held: set[int], made: dict[int, Any]) -> Space:
-    """The lists among attributes, and structures of lists, as a copy's own; `made` has those that were copied."""
-    return {
-        name: _own(value, made)
-        for name, value in space.items()
-        if name not in LIGHTNING_KEYS
-        and id(value) not in held
-        and (type(value) is list or (isinstance(value, (dict, tuple)) and _holds_lists(value)))
-    }
-
-
-def _own(value: Any, made: dict[int, Any]) -> Any:
-    if id(value) not in made:
-        if type(value) is list:
-            made[id(value)] = [_own(child, made) if type(child) is list else child for child in value]
-        elif isinstance(value, (dict, tuple)):
-            made[id(value)] = rebuild(value, [_own(child, made) for _, child in children(value) or ()])
-    return made.get(id(value), value)
-
-
-def _holds_lists(value: Any) -> bool:
-    inside = value.values() if isinstance(value, dict) else value
-    return not inside or any(isinstance(child, (list, dict)) for child in inside)
-
-
-def _begins_with(values: list[Any], others: list[Any]) -> bool:
-    return len(values) >= len(others) and all(one is other for one, other in zip(values, others, strict=False))
