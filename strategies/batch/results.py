@@ -22,7 +22,7 @@ from ..core.errors import PartsDiffer
 from ..core.no_value import NoValue, known, no_value
 from ..core.types import Sizes
 from .batch_dims import DeclaredDims
-from .tree import Path, called, children, is_array, is_sequence, rebuild
+from .tree import Path, are_samples, called, children, is_array, is_sequence, rebuild
 
 Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""
@@ -72,7 +72,9 @@ class Joiner:
                 raise Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
             if len({part.shape[1:] for parts, _ in batches[:1] for part in parts}) > 1:
                 raise Unknown("has rows of other shapes in other parts")
-            return [_concatenated(parts, device) for parts, _ in batches]
+            if isinstance(first, np.ndarray):
+                return [np.concatenate(parts) for parts, _ in batches]
+            return [torch.cat([part.to(device or parts[0].device) for part in parts]) for parts, _ in batches]
         if is_sequence(first) and (word == "list" or (word is None and self._are_samples(batches, path, len))):
             return [type(first)([value for part in parts for value in part]) for parts, _ in batches]
         if children(first) is not None:
@@ -91,16 +93,12 @@ class Joiner:
         return self.follow[path]
 
     def _structures(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
-        items = [[dict(children(part) or ()) for part in parts] for parts, _ in batches]
-        keys = list(items[0][0])
-        if any(list(part) != keys for parts in items for part in parts):
+        items = [([dict(children(part) or ()) for part in parts], sizes) for parts, sizes in batches]
+        keys = list(items[0][0][0])
+        if any(list(part) != keys for parts, _ in items for part in parts):
             raise Unknown("differs between parts in its keys or its length")
-        sizes = [sizes for _, sizes in batches]
-        columns = [
-            self.join([([part[key] for part in parts], of) for parts, of in zip(items, sizes, strict=True)],
-                      (*path, key), device)
-            for key in keys
-        ]  # fmt: skip
+        of_key = {key: [([part[key] for part in parts], sizes) for parts, sizes in items] for key in keys}
+        columns = [self.join(column, (*path, key), device) for key, column in of_key.items()]
         return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
 
     def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
@@ -130,19 +128,6 @@ class ResultStructure:
     def __init__(self, step: str, options: Mapping[str, str] | None = None) -> None:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
         self._joiner = Joiner(self._said, self._no_value)
-
-    def unequal(self, sizes: Sequence[int]) -> list[int]:
-        """Move a sample from the last chunk to the first where all are of one size.
-
-        What is one row or element per sample differs in length between chunks of unequal sizes; what is a structure,
-        or the same for all samples, does not. Results are equal however a batch is cut.
-        """
-        used = [i for i, size in enumerate(sizes) if size]
-        changed = list(sizes)
-        if len(used) > 1 and len({sizes[i] for i in used}) == 1:
-            changed[used[0]] += 1
-            changed[used[-1]] -= 1
-        return changed
 
     def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
         """Join the results of chunks: what one device would have returned for the whole batch.
@@ -201,21 +186,9 @@ def is_whole(value: Any) -> bool:
 
 
 def _is_structure(value: Any) -> bool:
-    """Whether a value that is as long as the parts is no list of samples.
-
-    It holds arrays only, each with as many rows as it has elements; values of several types; or, a tuple, fractions.
-    """
-    if not is_sequence(value):
-        return False
-    rows = {len(part) if is_array(part) else -1 for part in value}
-    several = len({type(part) for part in value}) > 1
-    return rows == {len(value)} or several or (type(value) is tuple and any(map(is_fraction, value)))
-
-
-def _concatenated(parts: Sequence[Any], device: torch.device | None) -> Any:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
-    return torch.cat([part.to(device or parts[0].device) for part in parts])
+    """Whether a list that is as long as the parts is none of samples: its tensors have samples, or a tuple fractions."""
+    is_mixed = type(value) is tuple and (len(set(map(type, value))) > 1 or any(map(is_fraction, value)))
+    return is_sequence(value) and (is_mixed or not are_samples(value, len(value)))
 
 
 def combine(

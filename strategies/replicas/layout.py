@@ -211,8 +211,7 @@ class ReplicaLayout(PartsLayout):
                 f"{self.strategy}: the inputs of {type(self.runner.root).__name__} hold no tensor with a "
                 "dimension, so they can't be split. Choose a submodule that takes the batch."
             )
-        results = self.structures.of_results("submodule")
-        sizes = results.unequal(self.sizes(num))
+        results, sizes = self.structures.of_results("submodule"), self.sizes(num)
         outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
         self.logs.replay(sizes)
         return results.join(outputs, sizes, self.devices[0])
