@@ -186,7 +186,7 @@ def is_whole(value: Any) -> bool:
 
 
 def _is_structure(value: Any) -> bool:
-    """Whether a list that is as long as the parts is none of samples: its tensors have samples, or a tuple fractions."""
+    """Whether a list that is as long as the parts is none of samples: what it holds has them, or is a mean."""
     is_mixed = type(value) is tuple and (len(set(map(type, value))) > 1 or any(map(is_fraction, value)))
     return is_sequence(value) and (is_mixed or not are_samples(value, len(value)))
 
