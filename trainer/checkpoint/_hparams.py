@@ -42,7 +42,7 @@ _BASES: tuple[Any, ...] = (int, float, str, bytes)
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
-def class_name(kind: type) -> str:
+def _class_name(kind: type) -> str:
     """The full name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -83,7 +83,7 @@ def _convert(value: Any, path: _Path, noted: list[Any] | None) -> Any:
             noted.append([list(path[1:]), *is_a[1:]])
         return plain
     if isinstance(value, Mapping):
-        keys = {key: _convert_key(key, path) for key in value}
+        keys = {key: _convert(key, (*path, key), None) for key in value}
         items = {keys[k]: _convert(v, (*path, keys[k]), noted) for k, v in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items
     if isinstance(value, (list, tuple)):
@@ -96,11 +96,11 @@ def _convert(value: Any, path: _Path, noted: list[Any] | None) -> Any:
             return base(value)
     where = ".".join(map(str, path))
     if noted is not None:
-        noted.append([list(path[1:]), class_name(type(value)), None])
+        noted.append([list(path[1:]), _class_name(type(value)), None])
         _tell(where, text := repr(value))
         return text
     raise ConfigError(
-        f"The checkpoint's entry {where} has type {class_name(type(value))}, but "
+        f"The checkpoint's entry {where} has type {_class_name(type(value))}, but "
         "a checkpoint may contain only tensors, numbers, strings and containers of these, so loading runs no code. "
         "Return such values from state_dict() and on_save_checkpoint()."
     )
@@ -111,15 +111,9 @@ def _tell(where: str, text: str) -> None:
     logger.warning("The hyperparameter %s is stored as a string: %s is not plain data.", where, text)
 
 
-def _convert_key(key: Any, path: _Path) -> Any:
-    if isinstance(key, type) and path == ("callbacks",):
-        return class_name(key)  # which `resume_start` knows again
-    return _convert(key, (*path, key), None)
-
-
 def _described(value: Any, is_hparam: bool) -> tuple[Any, str, Any] | None:
     """What a value becomes, its kind, and what else is needed to restore it; None for other values."""
-    kind = class_name(type(value))
+    kind = _class_name(type(value))
     match value:
         case Container():
             flags = {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}

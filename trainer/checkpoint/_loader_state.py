@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -69,19 +68,12 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
                 "read its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
-        if not isinstance(loader, ResumableLoader):
-            continue
-        num_batches, before, now = sized_len(loader), state.get("num_samples"), loader.num_samples()
+        num_batches = sized_len(loader) if isinstance(loader, ResumableLoader) else None
         if num_batches is not None and state["position"] > num_batches:
             raise CheckpointError(
                 f"The checkpoint was saved after batch {state['position']} of an epoch, and the training loader has "
                 f"{num_batches}: its dataset or its batch size has changed. Resume with the same data, or from one "
                 "that was saved after an epoch."
-            )
-        if before is not None and now is not None and before != now:
-            rank_zero_warn(
-                f"The checkpoint was saved within an epoch of {before} samples, and the training dataset has {now}: "
-                "the rest of this epoch repeats or omits samples."
             )
 
 
@@ -217,13 +209,6 @@ class ResumableLoader(Resumable):
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
         self._copy._iterator = iterator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_samples": self.num_samples()}
-
-    def num_samples(self) -> int | None:
-        """The length of the dataset; None for a stream."""
-        return None if isinstance(self.dataset, IterableDataset) else sized_len(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         if self.is_idle:

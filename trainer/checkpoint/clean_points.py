@@ -30,7 +30,7 @@ from ..loggers import journal
 from . import _position
 from ._callback import Checkpoint
 from ._host_memory import HostMemory
-from ._hparams import EXACT, KINDS, class_name
+from ._hparams import EXACT, KINDS
 from ._interval import is_time_over
 from ._loader_state import Resumable, make_resumable, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
@@ -75,11 +75,6 @@ class ExactCheckpoints(_CheckpointConnector):
         if not self._loaded_checkpoint:
             return
         self._loaded_checkpoint.pop(KINDS, None)
-        states: dict[Any, Any] = self._loaded_checkpoint.get("callbacks") or {}
-        keys: list[Any] = [each.state_key for each in callbacks_of(trainer)]
-        for key in keys:
-            if isinstance(key, type) and class_name(key) in states:
-                states[key] = states.pop(class_name(key))
         saved = self._loaded_checkpoint.pop(EXACT, {})
         if trainer.state.fn == TrainerFn.FITTING:
             fit_loop.resumed = Position.read(saved)

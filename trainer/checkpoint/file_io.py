@@ -133,12 +133,6 @@ def _damage_named(path: Path) -> Generator[None]:
         yield
     except CheckpointError:
         raise
-    except (FileNotFoundError, EOFError) as exc:
-        raise CheckpointError(f"The checkpoint {path} is incomplete: {exc}. Use another one.") from exc
-    except OSError as exc:
-        raise CheckpointError(f"The checkpoint {path} is incomplete or can't be read: {exc}.") from exc
-    except (ValueError, zipfile.BadZipFile) as exc:
-        raise CheckpointError(f"The checkpoint {path} is corrupted: {exc}. Use another one.") from exc
     except Exception as exc:
         if isinstance(exc, MemoryError) and zipfile.is_zipfile(path):  # an archive is whole before it is read
             raise
@@ -147,7 +141,11 @@ def _damage_named(path: Path) -> Generator[None]:
                 f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
                 "arbitrary code. Save only tensors, numbers, strings and containers of these."
             ) from None
-        raise CheckpointError(f"The checkpoint {path} is incomplete or not a checkpoint. Use another one.") from exc
+        what = "corrupted" if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "incomplete"
+        why = (
+            f": {exc}" if isinstance(exc, (OSError, EOFError, ValueError, zipfile.BadZipFile)) else " or no checkpoint"
+        )
+        raise CheckpointError(f"The checkpoint {path} is {what}{why}. Use another one.") from exc
 
 
 _pl_load: Any = saving.pl_load
