@@ -74,7 +74,6 @@ class TimedBar:
     def __init__(self, bar: ProgressBar) -> None:
         self.bar = bar
         self._due_s = 0.0
-        self._behind: int | None = None
         for stage in _BARS:
             setattr(self, f"on_{stage}_batch_end", partial(self._end_batch, stage))
 
@@ -87,19 +86,10 @@ class TimedBar:
         else:
             last = num >= trainer._active_loop.max_batches[next(iter(args[3:]), 0)]
         if last or time.perf_counter() >= self._due_s:
-            self._behind = None
             getattr(self.bar, f"on_{stage}_batch_end")(trainer, module, *args)
             self._due_s = time.perf_counter() + REFRESH_S
-            return
-        self._behind = args[2] if stage == "train" else None
-        if isinstance(self.bar, TQDMProgressBar):  # which shows its number of batches when it is drawn again
+        elif isinstance(self.bar, TQDMProgressBar):  # which shows its number of batches when it is drawn again
             getattr(self.bar, _BARS[stage]).n = num
-
-    def catch_up(self, trainer: pl.Trainer) -> None:
-        """Show the steps not shown yet, before something else is printed."""
-        if self._behind is not None:
-            batch_idx, self._behind = self._behind, None
-            self.bar.on_train_batch_end(trainer, trainer.lightning_module, None, None, batch_idx)
 
 
 Base = Mapping[str, Any]

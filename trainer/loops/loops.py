@@ -269,7 +269,8 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if self._stop is not None:
             self._agree_to_end(self._stop)
         if self._step is None or self._validation_may_be_due():
-            self._show_everything()
+            self._has_validated = True
+            self._connector.settle()
             try:
                 super().on_advance_end(data_fetcher)
             except ValidationStopped:
@@ -305,14 +306,6 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
     def on_iteration_done(self) -> None:
         if self._restarting or self._loaded_from_state_dict or self._resuming_from_checkpoint:
             super().on_iteration_done()
-
-    def _show_everything(self) -> None:
-        """Update metrics and progress bar before validation writes to both."""
-        self._has_validated = True
-        self._connector.settle()
-        bar = getattr(self.trainer, "timed_bar", None)
-        if bar is not None:
-            bar.catch_up(self.trainer)
 
 
 # Profilers name actions after the loop's class: keep Lightning's names.
