@@ -30,6 +30,11 @@ from .file_io import CheckpointError
 _POSITION = {"position", "seed", "start", "generators"}
 
 
+def begun_anew(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of loaders at the end of an epoch, without the position of those that have ours."""
+    return [{**own, "position": 0, "start": None} if own.keys() >= _POSITION else own for own in states]
+
+
 def make_resumable(loader: Any, rank: int) -> Any:
     """Wrap a loader, so that it tracks its position; it is not changed itself.
 
@@ -119,8 +124,6 @@ class ReadAhead(_Around):
 class Resumable(_Around):
     """An iterable with a position: batches already taken are read again, with the same random numbers."""
 
-    is_idle = False
-    """Whether it is asked for batches that nobody takes; see `ResumingFitLoop.setup_data`."""
     rank = 0
     _seed = _position = 0
     _start: dict[str, Any] | None = None
@@ -148,8 +151,6 @@ class Resumable(_Around):
             generator.set_state(state)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_idle:
-            return iter(())
         self._take_position()
         return self._counted(self._begun(lambda: iter(self.loader), self._read_again))
 
@@ -211,8 +212,6 @@ class ResumableLoader(Resumable):
         self._copy._iterator = iterator
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_idle:
-            return iter(())
         resumed = self._take_position()
         self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
         if self.persistent_workers and self._iterator is not None:

@@ -32,7 +32,7 @@ from ._callback import Checkpoint
 from ._host_memory import HostMemory
 from ._hparams import EXACT, KINDS
 from ._interval import is_time_over
-from ._loader_state import Resumable, make_resumable, stateful, verify_states
+from ._loader_state import Resumable, begun_anew, make_resumable, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
 from ._sections import Sections
 from .file_io import CheckpointError
@@ -251,7 +251,8 @@ class ResumingFitLoop(_FitLoop):
         super().load_state_dict(state_dict, prefix)
         self.resumed = self.resumed.for_rank(self.trainer)
         if self.resumed.own is not None:
-            self._combined_loader_states_to_load = self.resumed.own["loaders"]
+            states, ended = self.resumed.own["loaders"], self.resumed.point == "after_epoch"
+            self._combined_loader_states_to_load = begun_anew(states) if ended else states
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             self._combined_loader = None  # a strategy that has looked at samples in its setup began to read
         if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.
@@ -273,22 +274,12 @@ class ResumingFitLoop(_FitLoop):
         return skips
 
     @override
-    def setup_data(self) -> None:
-        """As Lightning's, which begins to read; after an epoch's end the next one begins to read by itself."""
-        super().setup_data()
-        for loader in () if self._combined_loader is None else self._combined_loader.flattened:
-            if isinstance(loader, Resumable):
-                loader.is_idle = False
-
-    @override
     def _load_combined_loader_states(self) -> None:
         assert self._combined_loader is not None
         progress: Any = self.epoch_progress.current
         loaders = [make_resumable(loader, self.trainer.global_rank) for loader in self._combined_loader.flattened]
         self._combined_loader._flattened = loaders  # `trainer.train_dataloader` stays the user's
         for loader in loaders:
-            if isinstance(loader, Resumable):
-                loader.is_idle = self.resumed.point == "after_epoch"
             if self._resuming_from_checkpoint:
                 # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
                 _set_sampler_epoch(loader, progress.processed)

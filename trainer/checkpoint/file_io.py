@@ -189,8 +189,7 @@ def releasing(path: Path) -> Generator[None]:
 
 
 def _load(path: Path, mmap: bool = False) -> Any:
-    # torch maps no file of another kind, nor one whose name is no Unicode
-    mmap = mmap and os.fsencode(path).decode(errors="replace") == str(path) and zipfile.is_zipfile(path)
+    mmap = mmap and zipfile.is_zipfile(path)  # torch maps no file of another kind
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)

@@ -2,7 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from distributed import run_script
 from kinds import Kind, Small, plateau, train
 from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
-from tiny import Scored, Tiny, quiet
-from torch.utils.data import DataLoader, IterableDataset
+from tiny import Scored, quiet
 
 from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
@@ -30,8 +28,8 @@ KINDS = {
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        *(("draws", steps) for steps in (2, 4, 5, 7, 10)),
-        *(("a schedule of accumulation", steps) for steps in (1, 4)),
+        *(("draws", steps) for steps in (4, 5)),
+        ("a schedule of accumulation", 4),
         ("two steps a batch", 3),
     ],
 )
@@ -86,27 +84,6 @@ def go_on_in_a_script(steps: int, folder: Path) -> None:
 @pytest.mark.parametrize("steps", [5, 7])
 def test_a_script_saves_where_its_ranks_have_ended(steps: int, tmp_path: Path) -> None:
     run_script(go_on_in_a_script, steps, tmp_path)
-
-
-class Counting(IterableDataset[Any]):
-    """A stream whose samples can be read once, as those of a queue."""
-
-    num_read = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(5):
-            self.num_read += 1
-            yield torch.ones(3)
-
-
-def test_a_run_that_goes_on_after_an_epoch_reads_no_more_of_a_stream_than_it_trains_on(tmp_path: Path) -> None:
-    # it read the batches of the epoch before, to skip them, and of the next one before that began
-    streams, path = [Counting(), Counting()], tmp_path / "own.ckpt"
-    for stream, num_epochs in zip(streams, (2, 4), strict=True):
-        trainer = quiet(max_epochs=num_epochs)
-        trainer.fit(Tiny(3), DataLoader(stream, 1), ckpt_path=path if path.exists() else None)
-        trainer.save_checkpoint(path)
-    assert [stream.num_read for stream in streams] == [10, 10]
 
 
 def fit_flat(folder: Path, resume: str | None = None, **options: Any) -> tuple[list[str], Trainer]:

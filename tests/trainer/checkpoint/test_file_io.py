@@ -1,6 +1,5 @@
 """Checkpoint files: whole or not at all, verified, plain data only; written in the background without losing any."""
 
-import copy
 import dataclasses
 import errno
 import hashlib
@@ -10,7 +9,6 @@ import random
 import signal
 import socket
 import zlib
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -77,13 +75,6 @@ def test_a_process_killed_while_saving_leaves_only_whole_files(background: bool,
     assert sum(kill_while_saving(tmp_path, background, seed) for seed in range(12)) > 12
     remove_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt"]
-
-
-def test_a_file_is_dated_to_the_nanosecond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a snapshot and a checkpoint that were written within one tick of the kernel, neither was the newer.
-    monkeypatch.setattr(file_io.time, "time_ns", lambda: 5_000_000_100)
-    file_io.write({"state": 1}, tmp_path / "a.ckpt")
-    assert (tmp_path / "a.ckpt").stat().st_mtime_ns == 5_000_000_100
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -177,22 +168,10 @@ def test_a_full_disk_keeps_the_old_files(
         assert io.take_failed() == {str(old), str(tmp_path / "new.ckpt")}
 
 
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_what_is_no_error_of_files_is_not_told_as_one(
-    on_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cause: errors of torch without an OSError behind them, and ranks that did not answer, were made OSErrors."""
-    io = VerifiedCheckpointIO(on_error=on_error, sharded=True)
+def test_a_rank_that_has_not_written_its_shards_is_named(tmp_path: Path) -> None:
     first = dataclasses.replace(place_shards(STATE, is_first=True), num_writers=2)
     with pytest.raises(RankError, match=r"^rank 1 has not written its shards of a checkpoint within 0\.1 s$"):
-        io.save_shards(first, tmp_path / "a.ckpt", Writers(True, lambda name: name, 0.1))
-
-    def times_out(*_: Any) -> None:
-        raise RuntimeError("Timed out waiting 6000ms for recv operation to complete")
-
-    monkeypatch.setattr(torch, "save", times_out)
-    with pytest.raises(RuntimeError, match=r"^Timed out waiting"):
-        io.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        VerifiedCheckpointIO(sharded=True).save_shards(first, tmp_path / "a.ckpt", Writers(True, str, 0.1))
 
 
 def test_a_directory_is_made_and_what_stands_in_the_place_of_a_file_or_a_directory_is_told(tmp_path: Path) -> None:
@@ -304,70 +283,35 @@ def test_garbage_and_foreign_files_are_never_the_newest(tmp_path: Path) -> None:
             read(tmp_path / f"{name}.ckpt")
 
 
-def test_a_directory_whose_name_is_no_unicode_is_read_like_any_other(tmp_path: Path) -> None:
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    write(STATE, folder / "a.ckpt")
-    assert find_newest(folder) == folder / "a.ckpt"
-    assert read(folder / "a.ckpt")["global_step"] == 7
-
-
-LIES: list[Any] = [
-    None, -1, 2**70, float("nan"), True, "", "_inductor", b"x", [], {}, [0, "float32", [2**40], [0]],
-    [0, "float32", [-1], [1]], [-8, "float32", [3], [1]], torch.ones(2), {PLACE: [0]}, "other.ckpt",
+TENSORS = torch.arange(1000.0).numpy().tobytes()
+HONEST: dict[str, Any] = {
+    "pytorch-lightning_version": "2",
+    "state_dict": {"wide": {PLACE: [0, "float32", [1000], [1]]}},
+    "evener_tensors": "tensors",
+    "evener_shards": {"entries": [[0, 1, 4000, 1]], "num_bytes": 4000, "digests": [zlib.crc32(TENSORS)]},
+}
+PLACES: list[Any] = [
+    None, [0], [-8, "float32", [3], [1]], [0, "float32", [-1], [1]], [0, "float32", [2**40], [0]],
+    [0, "_inductor", [1000], [1]], [2, "float32", [10], [1]], [2**70, "float32", [3], [1]], [0, 7, [3], [1]],
+]  # fmt: skip
+LIES: list[dict[str, Any]] = [
+    *({"state_dict": {"wide": {PLACE: place}}} for place in PLACES),
+    {"evener_tensors": None}, {"evener_tensors": "other.ckpt"}, {"evener_tensors": [1]}, {"evener_shards": None},
+    {"evener_shards": {**HONEST["evener_shards"], "entries": [[0, 1, 2**40, 1]]}},
+    {"evener_shards": {**HONEST["evener_shards"], "digests": [7]}}, {"evener_shards": {"digests": [7]}},
 ]  # fmt: skip
 
 
-def spots(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places in nested containers."""
-    if path:
-        yield path
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
-        yield from spots(tree[key], (*path, key))
-
-
-def changed(tree: Any, path: tuple[Any, ...], *lie: Any) -> Any:
-    """A copy with a lie in a place, or without what is there."""
-    copied = inner = copy.deepcopy(tree)
-    for step in path[:-1]:
-        inner = inner[step]
-    if lie:
-        (inner[path[-1]],) = lie
-    else:
-        del inner[path[-1]]
-    return copied
-
-
-def test_crafted_metadata_is_refused_in_a_sentence_and_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # TypeError and KeyError of one such file blocked resume=last: 53 of 114.
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # takes most of the time
+@pytest.mark.parametrize("lie", LIES)
+def test_crafted_metadata_is_refused_in_a_sentence_and_passed_over(lie: dict[str, Any], tmp_path: Path) -> None:
+    # TypeError and KeyError of one such file blocked resume=last
     write({"pytorch-lightning_version": "2", "step": 1}, tmp_path / "old.ckpt")
-    content = torch.arange(1000.0).numpy().tobytes()
-    (tmp_path / "tensors").write_bytes(content)
-    honest = {
-        "pytorch-lightning_version": "2",
-        "state_dict": {"wide": {PLACE: [0, "float32", [1000], [1]]}},
-        "step": 2,
-        "evener_tensors": "tensors",
-        "evener_shards": {"entries": [[0, 1, 4000, 1]], "num_bytes": 4000, "digests": [zlib.crc32(content)]},
-    }
-    write(honest, path := tmp_path / "new.ckpt")
+    (tmp_path / "tensors").write_bytes(TENSORS)
+    write(HONEST, path := tmp_path / "new.ckpt")
     assert find_newest(tmp_path) == path
-    told = {key: honest[key] for key in honest if key.startswith("evener_")} | {"state_dict": honest["state_dict"]}
-    crafted = [changed(honest, spot, *lie) for spot in spots(told) for lie in [(), *((lie,) for lie in LIES)]]
-    assert len(crafted) > 200
-    num_refused = 0
-    for checkpoint in crafted:
-        write(checkpoint, path)
-        if is_good(path):
-            read(path)
-            continue
-        num_refused += 1
-        with pytest.raises(CheckpointError, match=r"new\.ckpt (is|can.t be read)"):
-            read(path)
-    assert num_refused > len(crafted) // 2
-    write(changed(honest, ("evener_tensors",), None), path)
+    write({**HONEST, **lie}, path)
+    with pytest.raises(CheckpointError, match=r"new\.ckpt is (incomplete|corrupted|refused)"):
+        read(path)
     assert find_newest(tmp_path) == tmp_path / "old.ckpt"
 
 

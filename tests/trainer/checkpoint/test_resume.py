@@ -106,17 +106,6 @@ def test_a_run_that_is_asked_to_stop_in_a_long_validation_saves_at_once(num_rank
         assert trained == expected
 
 
-@pytest.mark.long
-def test_a_validation_that_goes_on_gets_whole_batches_where_training_does(tmp_path: Path) -> None:
-    # it is before the first step of the resumed run, which found only there that the module trains otherwise in parts
-    plan = Plan(
-        strategy="dp", devices=["cpu", "cpu"], checkpoint={"every_n_epochs": 1}, signum=signal.SIGTERM,
-        val_loader={"batch_size": 4}, contrasts=True,
-    )  # fmt: skip
-    prove(plan, ["validation at 6"], tmp_path)
-    assert lines(tmp_path / "killed", "run1.val")[0][2] == [0, 1, 2, 3]
-
-
 def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """Every tag's steps and values, as TensorBoard shows them."""
     found = EventAccumulator(str(directory / "tensorboard")).Reload()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
-from evener.trainer.checkpoint import Checkpoint, checkpoint_io, snapshots
+from evener.trainer.checkpoint import Checkpoint, snapshots
 from evener.trainer.checkpoint.file_io import CheckpointError, read
 from evener.trainer.checkpoint.find import find_newest
 from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
@@ -172,20 +172,3 @@ def test_a_killed_rank_costs_the_steps_since_the_last_snapshot(tmp_path: Path) -
     assert steps[4:] in (list(range(2, 64)), list(range(3, 64)))
     (checkpoints,) = tmp_path.rglob("checkpoints")
     assert not directory_in_memory(checkpoints).exists()
-
-
-def test_a_snapshot_for_which_the_memory_does_not_suffice_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    own = checkpoint_io.write
-
-    def write(checkpoint: Any, path: str) -> None:
-        if path.startswith(str(snapshots.MEMORY)):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        own(checkpoint, path)
-
-    monkeypatch.setattr(checkpoint_io, "write", write)
-    module = fit(tmp_path, every=5)
-    assert module.begun[-1] == 19
-    assert "could not be written (No space left on device)" in caplog.text
-    assert "Training continues without it" in caplog.text
