@@ -79,8 +79,8 @@ def test_manual_optimization_on_replicas_of_ranks_trains_as_on_one_device() -> N
 
 
 class Stepping(Net):
-    """Steps a plateau scheduler by its loss: in the step as it is, as `callback_metrics` has it there or at the batch's
-    end, or in its own hook, which gets another value than the one that is monitored. All but the last by hand."""
+    """Steps a plateau scheduler by its loss: in the step, as it is or as `callback_metrics` has it, or in its own hook,
+    which gets another value than the one that is monitored."""
 
     def __init__(self, reads: str) -> None:
         super().__init__()
@@ -98,9 +98,8 @@ class Stepping(Net):
         self.manual_backward(loss)
         optimizer.step()
         self.log("loss", loss)
-        if self.reads != "end":
-            scheduler: Any = self.lr_schedulers()
-            scheduler.step(self.last if self.reads == "loss" else self.trainer.callback_metrics["loss"])
+        scheduler: Any = self.lr_schedulers()
+        scheduler.step(self.last if self.reads == "loss" else self.trainer.callback_metrics["loss"])
         return None
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
@@ -108,8 +107,6 @@ class Stepping(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         scheduler: Any = self.lr_schedulers()
-        if self.reads == "end":
-            scheduler.step(self.trainer.callback_metrics["loss"])
         self.rates.append(scheduler.get_last_lr()[0])
 
     def on_train_epoch_end(self) -> None:
@@ -133,7 +130,7 @@ def _fit_stepping(strategy: str, reads: str) -> Any:
 
 @pytest.mark.parametrize(
     ("strategy", "reads"),
-    [("ddp", "loss"), ("ddp", "step"), ("ddp", "end"), ("weights", "step"), ("ddp", "hook"), ("shards", "loss")],
+    [("ddp", "loss"), ("weights", "step"), ("ddp", "hook"), ("shards", "loss")],
 )
 def test_a_module_that_steps_a_plateau_scheduler_has_one_devices_rates(strategy: str, reads: str) -> None:
     # Each rank stepped it by its own loss, and went on with a learning rate of its own.

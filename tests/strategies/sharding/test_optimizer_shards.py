@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy, SingleDeviceStrategy
-from evener.strategies.sharding.optimizer_shards import owners
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
@@ -58,7 +57,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (Deep, {}),
     "clipped": (Deep, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     "two": (Two, {}),
-    "Adagrad": (partial(Deep, partial(torch.optim.Adagrad, lr=0.1)), {}),
     "RMSprop": (partial(Deep, partial(torch.optim.RMSprop, lr=0.01, foreach=False)), {}),
 }
 
@@ -107,11 +105,6 @@ def test_sharded_optimizers_give_the_weights_of_whole_ones_and_half_the_state(tm
     single = _train(SingleDeviceStrategy(), 1, "plain", ckpt_path=tmp_path / "plain-True.ckpt", max_epochs=3)
     for found in by_rank:
         torch.testing.assert_close(found["resumed"]["weights"], single["weights"], rtol=0, atol=1e-10)
-
-
-def test_the_largest_parameters_are_divided_first() -> None:
-    sizes = [3, 8, 5, 4, 1]  # 8 | 5 4 | 3 1: to the first, the second twice, the first, and the second
-    assert owners([torch.zeros(size) for size in sizes], 2) == [0, 0, 1, 1, 1]
 
 
 def _refused() -> str:

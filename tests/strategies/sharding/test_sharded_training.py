@@ -245,13 +245,11 @@ def averaged(**options: Any) -> dict[str, Any]:
 
 WAYS = {
     "gradients by hand": Way(ByHand),
-    "loose, tied, frozen, numbers": Way(Loose),
-    "loose, averaged": Way(Loose, {}, lambda: averaged(accumulate_grad_batches=2, gradient_clip_val=0.1)),
+    "loose, tied, frozen, numbers": Way(Loose, {}, lambda: averaged(accumulate_grad_batches=2, gradient_clip_val=0.1)),
     "unused": Way(Sometimes, UNUSED),
     "penalty on a weight": Way(Penalized),
     "target network that follows": Way(Followed),
-    "moving average": Way(Net, {}, averaged),
-    "moving average, not released": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
+    "moving average": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
     "stochastic average": Way(Net, {}, lambda: {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
     "unequal shares": Way(Net, {"weights": [3, 1]}),
     # Adam's view of their real and imaginary parts was read as complex numbers: an error of torch's
@@ -265,11 +263,10 @@ WAYS = {
     "an evaluation before": Way(Summed, num=11, size=4, is_evaluated_first=True),
     # failed on a GPU: torch's FSDP gathered weights into memory that cuDNN no longer looked at
     "a recurrent layer": Way(Recurrent, {"shard": ["net.1"]}, num=16, size=4),
-    # gathered for the whole step, since ranks gather the parts of a module in one order
-    "experts that samples choose": Way(Experts, UNUSED, num=8, size=2),
     # hung: one rank gathered the expert's layer, and none of the few samples had chosen it
     "an expert that few samples choose": Way(partial(Experts, seldom=(7,)), UNUSED, num=12, size=2),
-    "experts, not released after forward": Way(Experts, UNUSED | KEPT, num=8, size=2),
+    # gathered for the whole step, since ranks gather the parts of a module in one order
+    "experts that samples choose": Way(Experts, UNUSED | KEPT, num=8, size=2),
     "a gradient in a step": Way(SlopePenalized),
     # trained on the best half of each rank's samples, in silence
     "another loss from the second epoch on": Way(Curriculum, trainer=lambda: {"max_epochs": 3}),
