@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelPruning
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -79,6 +80,8 @@ class ShardSync(GradientSync):
         assert accelerator is not None
         verify_unscripted(module)
         accelerator.setup(trainer)
+        if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
+            raise ConfigError("fsdp: ModelPruning replaces parameters, which are cut over the ranks. Use strategy=ddp.")
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:
             strategy.sync_layers()

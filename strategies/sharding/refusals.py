@@ -80,3 +80,11 @@ class LateParameters:
                     f"fsdp: {', '.join(late)} was added, or replaced by another parameter, after the module was cut "
                     "over the ranks. Do so in __init__ or configure_model, or write to it: p.data.copy_(values)."
                 )
+
+
+def refuse_copy(module: nn.Module, memo: Any) -> None:
+    """Refuse `copy.deepcopy` of a module that is cut: its `__deepcopy__`."""
+    raise ConfigError(
+        f"fsdp: {type(module).__name__} is cut over the ranks, so that it can't be copied (copy.deepcopy), as a "
+        "callback or a hook tries to. Copy it in __init__; for a second run with such a callback, make the module anew."
+    )

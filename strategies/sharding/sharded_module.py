@@ -23,7 +23,7 @@ from ..core.options import Count
 from ..core.patching import Replacement, replaced
 from .call_order import CallOrder, InOrder
 from .gathered import Gathered, Kept
-from .refusals import refuse_unreduced
+from .refusals import refuse_copy, refuse_unreduced
 from .whole import apply_anew, put_together, shard_entry
 
 _KEY = "evener_shards"
@@ -123,7 +123,7 @@ class ShardedModule:
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
             parameter._backward_hooks = backward
             parameter._post_accumulate_grad_hooks = accumulated
-        vars(module)[_KEY] = self
+        vars(module).update({_KEY: self, "__deepcopy__": partial(refuse_copy, module)})
         self._conversion = Replacement(module, "_apply", self._convert)
         for layer in (one for one in module.modules() if isinstance(one, nn.RNNBase)):
             # cuDNN would have the weights look at memory of its own, into which no later values are gathered
@@ -373,7 +373,8 @@ class ShardedModule:
             for hooks in [value for key, value in vars(part).items() if key.endswith("_hooks")]:
                 for number in self._hooks:
                     hooks.pop(number, None)
-        del vars(self.module)[_KEY]
+        for key in (_KEY, "__deepcopy__"):
+            del vars(self.module)[key]
 
     def take_unused(self) -> dict[str, nn.Parameter]:
         """The trained parameters, by name, that had no gradient on this rank since this was last asked for."""
