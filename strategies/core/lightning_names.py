@@ -18,15 +18,12 @@ this project.
 
 import importlib.util
 import logging
-import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
@@ -41,8 +38,6 @@ STANDALONE = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lig
 SUPPORTED = ("2.6.6", "2.7")
 """The first supported version of Lightning, and the first that is not, as in pyproject.toml."""
 
-log = logging.getLogger(__name__)
-
 
 def unify() -> None:
     """Install the import hook, once; nothing is imported until somebody asks for it."""
@@ -56,38 +51,12 @@ def unify() -> None:
     else:
         aliases = {alias: real for real, alias in STANDALONE.items()}
     sys.meta_path.insert(0, _AliasFinder(aliases))
-    _unify_loggers(aliases)
-    for method in multiprocessing.get_all_start_methods():
-        context: Any = multiprocessing.get_context(method)
-        ForkingPickler.register(context.Process, _reduced)
-
-
-class _Evener:
-    """Is an import of `evener.trainer` when it is unpickled."""
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return importlib.import_module, (__name__.replace("strategies.core.lightning_names", "trainer"),)
-
-
-def _reduced(process: Any) -> tuple[Any, ...]:
-    """Pickle a process that is not forked so that it installs the import hook before it imports what it works on."""
-    return type(process).__new__, (type(process),), {"_evener": _Evener(), **vars(process)}
-
-
-def _unify_loggers(aliases: dict[str, str]) -> None:
-    """Have `logging.getLogger` return the logger of the package that runs under the alias's name, too."""
-    manager = logging.Logger.manager
-    of_one_name = manager.getLogger
-
-    def of_both_names(name: str) -> logging.Logger:
-        return of_one_name(_real_name(name, aliases) or name)
-
-    vars(manager)["getLogger"] = of_both_names
+    for alias, real in aliases.items():
+        logging.Logger.manager.loggerDict[alias] = logging.getLogger(real)
 
 
 def _real_name(name: str, aliases: dict[str, str]) -> str | None:
-    """The name of a module, or of its logger, in the real package; None if it belongs to no alias."""
+    """The name of a module in the real package; None if it belongs to no alias."""
     for alias, real in aliases.items():
         if name == alias or name.startswith(f"{alias}."):
             return real + name[len(alias) :]
@@ -148,14 +117,12 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
-        self._warned = False
 
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if real := _real_name(fullname, self._aliases):
-            self._warn()
             is_there = fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None
         else:
             is_there = fullname == "lightning" and "lightning.pytorch" in self._aliases
@@ -180,25 +147,7 @@ class _AliasFinder(MetaPathFinder, Loader):
         importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
         importlib.import_module("lightning.pytorch")
 
-    def _warn(self) -> None:
-        """Say once which of two installed versions runs."""
-        versions = {name: _version(name) for name in ("pytorch-lightning", "lightning") if not self._warned}
-        self._warned = True
-        if None not in versions.values() and len(set(versions.values())) > 1:
-            real = "lightning" if "pytorch_lightning" in self._aliases else "pytorch-lightning"
-            log.warning(
-                "pytorch-lightning %s and lightning %s are installed; %s %s runs under both names.",
-                *versions.values(), real, versions[real],
-            )  # fmt: skip
-
 
 def _lightnings(name: str) -> Any:
     """What `lightning` exports."""
     return getattr(importlib.import_module("lightning_fabric" if name == "Fabric" else "pytorch_lightning"), name)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

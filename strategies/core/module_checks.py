@@ -7,7 +7,6 @@ from typing import Any, TypeGuard
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -68,14 +67,6 @@ def not_compiling() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if is_used else nullcontext()
 
 
-_STEPS = {
-    TrainerFn.FITTING: ("training_step", "validation_step"),
-    TrainerFn.VALIDATING: ("validation_step",),
-    TrainerFn.TESTING: ("test_step",),
-    TrainerFn.PREDICTING: ("predict_step",),
-}
-
-
 def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
     """Refuse a module with a step that reads its own batches: they can't be cut, and their samples aren't counted.
 
@@ -83,7 +74,7 @@ def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
         who: name of the strategy, which begins the message.
         instead: the alternative to suggest.
     """
-    for step in _STEPS[trainer.state.fn] if trainer.state.fn is not None else ():
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(trainer.lightning_module, step)  # None where a module leaves out a step of its base class
         if method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
             raise ConfigError(
@@ -138,14 +129,12 @@ def verify_takes_parts(module: nn.Module, who: str) -> None:
     for name, part in module.named_modules():
         reason = ""
         if getattr(part, "data_range", 0) is None and "min_target" not in getattr(part, "_defaults", {}):
-            reason = (
-                "takes its range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
-            )
+            reason = "range from the samples of each update (data_range=None). Pass data_range=(lowest, highest)"
         if any(kind.__name__ == "_AbstractGroupStatScores" for kind in type(part).__mro__):
-            reason = "takes the groups in the samples of each update for the first ones. Compute it with strategy=dp"
+            reason = "groups from the samples of each update. Compute it with strategy=dp"
         if reason:
             raise ConfigError(
-                f"{who}: {type(part).__name__} ({name}) {reason}: each rank updates it with its own samples of a batch."
+                f"{who}: {type(part).__name__} ({name}) takes its {reason}: each rank has its own samples."
             )
 
 

@@ -122,20 +122,9 @@ class StopAgreement:
             self._refuse("is to end training (trainer.should_stop)", missing())
         return all(place("wished", rank) == here for rank in ranks)
 
-    def skip(self, where: str) -> None:
-        """Wait until all ranks skip the rest of the epoch; called by each that does, `where` is the batch in messages.
-
-        Raises:
-            RankError: another rank has not come in time.
-        """
-        _, missing = meet(self.store, f"skip/{where}", self.rank, self.num_ranks, "", self.timeout_s)
-        if missing:
-            rule = " Return -1 on all ranks, or set self.trainer.should_stop, on which ranks agree."
-            self._refuse(f"returned -1 from on_train_batch_start {where}", missing, rule)
-
-    def _refuse(self, what: str, missing: Sequence[int], rule: str = "") -> NoReturn:
+    def _refuse(self, what: str, missing: Sequence[int]) -> NoReturn:
         late = ", ".join(map(str, missing))
-        raise RankError(f"rank {self.rank} {what} and waited {self.timeout_s:g} s for rank {late}.{rule}")
+        raise RankError(f"rank {self.rank} {what} and waited {self.timeout_s:g} s for rank {late}.")
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to, this one if `received`; before every micro-batch."""

@@ -1,8 +1,6 @@
 """Detect cluster environments that Lightning does not detect, refuse those that stale variables pretend, and count."""
 
 import os
-import socket
-from contextlib import suppress
 
 from lightning_fabric.plugins.environments import (
     ClusterEnvironment,
@@ -37,12 +35,11 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
     return num_devices // devices_per_process
 
 
-def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None) -> None:
+def verify_started(environment: ClusterEnvironment) -> None:
     """Refuse to wait for ranks that nobody has started, as variables left in a shell or a job would have it.
 
     Args:
         environment: how this process became a rank.
-        num_nodes: machines, where the caller knows.
 
     Raises:
         ConfigError: the other ranks can't be there; the message names the variable.
@@ -64,20 +61,3 @@ def verify_started(environment: ClusterEnvironment, num_nodes: int | None = None
             f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
             "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
         )
-    address, own = environment.main_address, os.environ.get("LOCAL_WORLD_SIZE")
-    says_one_node = own is not None and own == os.environ.get("WORLD_SIZE")
-    if (num_nodes == 1 or says_one_node) and not _is_own(address):
-        raise ConfigError(
-            f"MASTER_ADDR={address} is no address of this machine, and the run is on one node. Unset MASTER_ADDR and "
-            "MASTER_PORT, or set num_nodes."
-        )
-
-
-def _is_own(address: str) -> bool:
-    """Whether an address is one of this machine's."""
-    with suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(place)
-                return True
-    return False

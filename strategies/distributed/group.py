@@ -55,13 +55,11 @@ class RankGroup:
         self.trainer: pl.Trainer | None = None
         self.survivor = survivors.own
 
-    def meet(
-        self, environment: ClusterEnvironment, num_nodes: int, backend: str, devices: Sequence[torch.device]
-    ) -> None:
+    def meet(self, environment: ClusterEnvironment, backend: str, devices: Sequence[torch.device]) -> None:
         """Join the process group, with the devices of this process."""
         self.failed, self.devices = False, devices
         self._verified.clear()
-        self._join(environment, num_nodes)
+        self._join(environment)
         if not dist.is_initialized():
             if self.survivor is not None:
                 self.survivor.keep_connections()
@@ -69,13 +67,13 @@ class RankGroup:
             atexit.unregister(leave_group)  # registered once, however many groups a process has had
             atexit.register(leave_group)  # whose threads must not outlive what they use
 
-    def _join(self, environment: ClusterEnvironment, num_nodes: int, name: str = "") -> None:
+    def _join(self, environment: ClusterEnvironment, name: str = "") -> None:
         """Wait until all ranks have joined the run, or a later group in it, of a name."""
         global _num_runs
         self._rank, self._num_ranks = rank, num_ranks = environment.global_rank(), environment.world_size()
         self._num_waits = 0
         _num_runs += not name
-        self._root_store = root_store(environment, self.timeout_s, num_nodes)
+        self._root_store = root_store(environment, self.timeout_s)
         self._store = PrefixStore(f"run/{_num_runs}{name}", self._root_store)
         _, missing = meet(self._store, "joined", rank, num_ranks, "", self.timeout_s)
         if missing:
@@ -115,7 +113,7 @@ class RankGroup:
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
         name = f"/group/{number}"
-        self._join(environment, 1, name)
+        self._join(environment, name)
         assert self.heartbeat is not None
         self.heartbeat.count_steps = heartbeat.count_steps
         if before.armed and before.signal is not None:

@@ -17,7 +17,6 @@ from typing import Any
 from lightning_fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ..core.errors import ConfigError
 from .environment import verify_started
 
 RANK_FAILED = threading.Event()
@@ -28,7 +27,6 @@ PEER_LOST = threading.Event()
 
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 
-_REACH_S = 5.0
 LEAVE_S = 3.0
 """Seconds that the store's host waits at exit for the others to leave."""
 
@@ -47,9 +45,9 @@ class _OwnStore:
 _own: _OwnStore | None = None
 
 
-def root_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
+def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
-    return PrefixStore(f"evener/{attempt()}", base_store(environment, timeout_s, num_nodes))
+    return PrefixStore(f"evener/{attempt()}", base_store(environment, timeout_s))
 
 
 def attempt() -> str:
@@ -60,11 +58,11 @@ def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_hosted_by_agent() else "0"
 
 
-def base_store(environment: ClusterEnvironment, timeout_s: float, num_nodes: int | None = None) -> Store:
+def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
     """Open the store of this process, once; if a launcher hosts it, it outlives restarts."""
     global _own
     if _own is None:
-        verify_started(environment, num_nodes)
+        verify_started(environment)
         rank, place = environment.global_rank(), (environment.main_address, environment.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
         _own = _OwnStore(_open_store(*place, rank, timeout_s), rank, environment.world_size(), place)
@@ -114,21 +112,10 @@ def hosted_store() -> Generator[dict[str, str]]:
     Yields:
         Environment variables that lead the ranks to it, and keep gloo's connections within this machine unless the user
         has chosen a device.
-
-    Raises:
-        ConfigError: this machine has no loopback, on which torch would look for it for minutes.
     """
-    try:
-        with socket.create_server((LOOPBACK, 0)) as listening:
-            socket.create_connection(listening.getsockname(), timeout=_REACH_S).close()
-            listening.accept()[0].close()
-            port: int = listening.getsockname()[1]
-            descriptor = listening.detach()
-    except OSError as exc:
-        raise ConfigError(
-            f"Ranks of one machine meet at {LOOPBACK}, which does not answer here ({exc.strerror or exc}). Bring the "
-            f"loopback device up (ip link set {_LOOPBACK_DEVICE} up), or use a strategy of one process."
-        ) from exc
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port: int = listening.getsockname()[1]
+        descriptor = listening.detach()
     store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
     places = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     if os.path.exists(f"/sys/class/net/{_LOOPBACK_DEVICE}"):

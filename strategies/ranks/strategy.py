@@ -211,7 +211,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        self.group.meet(self.cluster_environment, self.num_nodes, self._process_group_backend, self.process_devices)
+        self.group.meet(self.cluster_environment, self._process_group_backend, self.process_devices)
 
     def regroup(self, new: Regrouped) -> None:
         """Go on in the same process with the ranks that live; the weights are theirs already."""

@@ -48,7 +48,5 @@ def fit() -> None:
     write(f"after {module.layer.weight.item():.2f} {float(trainer.callback_metrics['loss']):.4f}")
 
 
-if "unguarded" in sys.argv:
-    fit()
 if __name__ == "__main__":
     fit()

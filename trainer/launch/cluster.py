@@ -40,7 +40,7 @@ def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
     """Send a job's resolved configuration to the other ranks."""
     global _num_jobs
     if cluster.world_size() > 1:
-        _jobs(cluster, cfg.num_nodes).set(f"job/{_num_jobs}", OmegaConf.to_yaml(cfg, resolve=True))
+        _jobs(cluster).set(f"job/{_num_jobs}", OmegaConf.to_yaml(cfg, resolve=True))
         if _num_jobs == 0:
             _runs(cluster).set("run_dir", str(cfg.run_dir))
         _num_jobs += 1
@@ -71,9 +71,9 @@ def leave(cluster: ClusterEnvironment) -> None:
         leave_store()
 
 
-def _jobs(cluster: ClusterEnvironment, num_nodes: int | None = None) -> Store:
+def _jobs(cluster: ClusterEnvironment) -> Store:
     """What rank 0 hands out, of this attempt."""
-    return PrefixStore("jobs", root_store(cluster, START_TIMEOUT_S, num_nodes))
+    return PrefixStore("jobs", root_store(cluster, START_TIMEOUT_S))
 
 
 def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:

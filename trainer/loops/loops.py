@@ -209,8 +209,9 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         else:
             if "on_train_batch_start" in plan.work:
                 skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
-                if self._stop is not None and skip:
-                    self._stop.skip(f"in batch {batch_idx} of epoch {self.trainer.current_epoch}")
+                ranks = ranks_of(self.trainer.strategy)
+                if ranks is not None and skip:  # one alone would leave the others
+                    ranks.group.wait(f"-1 of on_train_batch_start in batch {batch_idx}", "Return -1 on all ranks.")
             if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
             if skip:

@@ -1,6 +1,5 @@
 """Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
 
-import ast
 import multiprocessing
 import os
 import pickle
@@ -72,11 +71,6 @@ def start_method(device: torch.device, given: StartMethod | None = None, strateg
             f"{strategy}: start_method={given} was given in a notebook, whose cells a new process can't import. "
             "Use start_method=fork, or run a script."
         )
-    if given not in (None, *(supported := torch.multiprocessing.get_all_start_methods())):
-        raise ConfigError(
-            f"{strategy}: start_method={given} was given, but process forking is not supported on this platform. "
-            f"Choose one of {', '.join(supported)}."
-        )
     method = given or ("fork" if device.type == "cpu" or _IS_INTERACTIVE else "spawn")
     if method == "fork" and device.type != "cpu" and torch.get_device_module(device).is_initialized():
         raise ConfigError(
@@ -87,29 +81,12 @@ def start_method(device: torch.device, given: StartMethod | None = None, strateg
     return method
 
 
-def verify_guarded(strategy: str) -> None:
-    """Refuse a script that calls `fit` on import, because processes that are not forked would run it to that line."""
-    main = vars(sys.modules["__main__"])
-    frames = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "<module>")
-    frame = next((frame for frame in frames if frame.f_globals is main), None)
-    path = main.get("__file__")
-    if frame is None or path is None or not os.path.exists(path):
-        return
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    statements = [node for node in tree.body if node.lineno <= frame.f_lineno]
-    if not any(isinstance(node, ast.If) and "__name__" in ast.dump(node.test) for node in statements):
-        raise ConfigError(
-            f"{strategy}: line {frame.f_lineno} of {os.path.basename(path)} starts processes that import the script "
-            'and would run it again. Put that line under `if __name__ == "__main__":`, or start with torchrun.'
-        )
-
-
 class ScriptLauncher(_Launcher):
     """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
     Args:
         strategy: it has the devices.
-        timeout_s: seconds from the first end of a rank to that of the last.
+        timeout_s: most seconds from SIGTERM to the end of a rank.
         method: how they start; None chooses by the device.
     """
 
@@ -134,8 +111,6 @@ class ScriptLauncher(_Launcher):
         """
         if self._is_in_rank:
             return function(*args, **kwargs)
-        if self._start_method != "fork":
-            verify_guarded(self._strategy.strategy_name)
         try:
             return self._launch(partial(function, *args, **kwargs), trainer)
         except BaseException:
@@ -150,7 +125,7 @@ class ScriptLauncher(_Launcher):
         known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
         context: Any = multiprocessing.get_context(self._start_method)
         with scratch_directory() as folder, self._store() as variables:
-            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
+            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1)
             modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
             with forwarded_signals(ranks) as requests:
                 with forking() if self._start_method == "fork" else shared_by_name():
@@ -160,12 +135,6 @@ class ScriptLauncher(_Launcher):
                         process.start()
                         ranks.processes.append(process)
                 failed = ranks.join()
-            if ranks.late:
-                raise RankError(
-                    f"rank {', '.join(map(str, ranks.late))} did not end within {self._timeout_s:g} s after the "
-                    "others had, and was killed. See what on_fit_end, teardown and threads of the module and the "
-                    "callbacks do there."
-                )
             result = folder / "result"
             returned = unpack(trainer, known, result.read_bytes()) if result.exists() else STOPPED
             # a signal to the whole group also reaches ranks that have no handler yet

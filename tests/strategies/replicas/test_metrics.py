@@ -273,7 +273,7 @@ def test_what_metrics_return_in_parts_is_the_batchs(
     ("metric", "why"),
     [
         (StructuralSimilarityIndexMeasure(), r"takes its range .*data_range=None\). Pass data_range="),
-        (tm.classification.BinaryFairness(num_groups=2), "takes the groups in the samples of each update"),
+        (tm.classification.BinaryFairness(num_groups=2), "takes its groups from the samples of each update"),
     ],
 )
 def test_ranks_refuse_metrics_that_read_all_samples_of_a_batch(metric: Any, why: str) -> None:

@@ -1,15 +1,10 @@
 """A run on one machine listens on the loopback only: nobody else reaches its store, or its processes."""
 
-import errno
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 from launching import running
-
-from evener.strategies import ConfigError
-from evener.strategies.distributed.store import hosted_store
 
 LISTENS = "0A"
 
@@ -35,14 +30,3 @@ def test_the_command_and_its_workers_listen_on_the_loopback_only(tmp_path: Path)
         found = listening({run.process.pid, run.pid_of(0), run.pid_of(1)})
     assert found
     assert found <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}, found
-
-
-def test_without_a_loopback_a_store_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Ranks looked for each other for 380 s.
-    def unreachable(*_: object, **__: object) -> None:
-        raise OSError(errno.ENETUNREACH, "Network is unreachable")
-
-    monkeypatch.setattr(socket, "create_connection", unreachable)
-    refused = r"meet at 127\.0\.0\.1, which does not answer here \(Network is unreachable\)"
-    with pytest.raises(ConfigError, match=refused), hosted_store():
-        pass
