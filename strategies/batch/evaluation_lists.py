@@ -114,12 +114,6 @@ class EvaluationLists:
         for i, size in zip(used, sizes, strict=True):
             self._parts[i].take(self._batch, size)
 
-    def of_batch(
-        self, names: Collection[Path], modules: Sequence[Sequence[nn.Module]], sizes: Sequence[int]
-    ) -> "BatchLists":
-        """Follow the lists in some attributes during one training batch, of parts of so many samples."""
-        return BatchLists(self, names, modules, sizes)
-
     def _end(self, trainer: pl.Trainer, call_hooks: Callable[[], Any]) -> Any:
         """Join the lists, and call the hooks of the epoch's end.
 

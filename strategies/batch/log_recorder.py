@@ -103,7 +103,7 @@ class LogRecorder:
         logs = ((module_log(module), partial(self._record_root, j)) for j, module in enumerate(self.modules[0]))
         self._appended = None
         if step == "training_step" and values.appends:
-            self._appended = self._lists.of_batch(values.appends, self.modules, sizes)
+            self._appended = BatchLists(self._lists, values.appends, self.modules, sizes)
         own = nullcontext() if self._appended is None else self._appended.given()
         with self._metrics.recording(sizes, values.rows.get(self._step, ())), received(logs), own:
             yield

@@ -19,7 +19,6 @@ import torch
 from lightning_fabric.utilities.seed import pl_worker_init_function
 from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -98,17 +97,6 @@ class RankLoaders:
             cut = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
         return self._cut(loader, cut, role == "train" or self.in_step, is_whole)
-
-    def tell(self, combined: CombinedLoader | None) -> None:
-        """Log how a full global batch is made up: a product or, if uneven, a sum."""
-        size: Any = None if combined is None else getattr(combined.flattened[0], "batch_size", None)
-        if not isinstance(size, int):
-            return
-        divided, num = self.batch_size_is == "global", self.num_ranks * self.joined
-        parts = self.policy.sizes(size, num) if divided else [size] * num
-        uneven = f"{' + '.join(map(str, parts))} samples on {len(parts)} ranks"
-        made_up = uneven if len(set(parts)) > 1 else f"{len(parts)} ranks × {parts[0]} samples"
-        rank_zero_info(f"global batch {sum(parts)} = {made_up}")
 
     def change_policy(self, policy: Policy, at: int) -> None:
         """Divide training batches by another policy, from a global batch on; see `Divide.change`."""

@@ -269,39 +269,47 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     others draw from rank 0's random state and keep their own. A sampler that is not torch's may draw at any time, so
     after its first unit it draws from separate random streams, which training does not affect.
     """
-    sampler = getattr(units, "sampler", units) if type(units) is BatchSampler else units
-    return iter(units) if type(sampler) is SequentialSampler else _drawn(units, sampler, rank, agree)
-
-
-def _drawn(units: Iterable[Unit], sampler: Any, rank: int, agree: Agree) -> Iterator[Unit]:
+    sampler: Any = getattr(units, "sampler", units) if type(units) is BatchSampler else units
+    if type(sampler) is SequentialSampler:
+        return iter(units)
     generator = getattr(sampler, "generator", None)
     own = generator.get_state() if isinstance(generator, torch.Generator) else None
     state, generator_state = agree((random_state(), own))
     if generator_state is not None:
         sampler.generator.set_state(generator_state)
+    return _Drawn(units, type(sampler) in _DRAWS_AT_ONCE, None if rank == 0 else state)
 
-    def draw(call: Callable[..., Any], *args: Any) -> Any:
-        nonlocal state
-        with swapped_random_state(state):
+
+class _Drawn(Iterator[Unit]):
+    """The units of a sampler that draws random numbers.
+
+    Args:
+        at_once: whether it draws all of them for the first unit.
+        state: from which it draws; None for that of the process, as far as the first unit.
+    """
+
+    def __init__(self, units: Iterable[Unit], at_once: bool, state: Any) -> None:
+        self._at_once, self._state, self._begins = at_once, state, True
+        self._units: Iterator[Unit] = self._draw(iter, units)  # a loader draws the seed of its workers here
+
+    @override
+    def __next__(self) -> Unit:
+        if self._at_once and not self._begins:
+            return next(self._units)
+        if (unit := self._draw(next, self._units, None)) is None:
+            raise StopIteration
+        if self._begins and self._state is None and not self._at_once:
+            self._state = random_state()
+        self._begins = False
+        return unit
+
+    def _draw(self, call: Callable[..., Any], *args: Any) -> Any:
+        if self._state is None:
+            return call(*args)
+        with swapped_random_state(self._state):
             drawn = call(*args)
-            state = random_state()
+            self._state = random_state()
         return drawn
-
-    def drawn(iterator: Iterator[Unit]) -> Iterator[Unit]:
-        nonlocal state
-        first = next(iterator, None) if rank == 0 else draw(next, iterator, None)
-        if first is None:
-            return
-        yield first
-        if type(sampler) in _DRAWS_AT_ONCE:
-            yield from iterator
-            return
-        if rank == 0:
-            state = random_state()
-        while (unit := draw(next, iterator, None)) is not None:
-            yield unit
-
-    return drawn(iter(units) if rank == 0 else draw(iter, units))  # a loader draws the seed of its workers here
 
 
 def _batch_sizes(sampler: Any) -> list[int] | None:

@@ -470,7 +470,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self._deciders.enter_context(deciders)
         self.layout.weights_changed()
         self.whole_batches.begin_training()
-        self.loaders.tell(self.trainer.fit_loop._combined_loader)
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self._read_as, self.process_devices)
         self.sync.begin_streams()
