@@ -99,12 +99,8 @@ class Weighted(Policy):
                 f"{strategy}: weights has {len(self.weights)} entries for {num_parts} devices {given}. "
                 "Give one weight per device."
             )
-        if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights):
-            raise ConfigError(
-                f"{strategy}: a weight is negative, infinite or not a number {given}. Give finite weights >= 0."
-            )
-        if not any(self.weights):
-            raise ConfigError(f"{strategy}: all weights are zero {given}. Give at least one device a positive weight.")
+        if not all(math.isfinite(weight) and weight >= 0 for weight in self.weights) or not any(self.weights):
+            raise ConfigError(f"{strategy}: weights must be finite, >= 0, and not all zero {given}.")
 
 
 def without_single_samples(sizes: Sequence[int]) -> list[int]:

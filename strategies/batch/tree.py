@@ -105,17 +105,6 @@ def _lengths(value: Any) -> Iterator[int | None]:
             yield from _lengths(child)
 
 
-def at(value: Any, path: Path) -> Any:
-    """The value at a path, of whatever a list may hold more or less.
-
-    Raises:
-        KeyError: there is none.
-    """
-    for key in path:
-        value = dict(children(value) or [])[key]
-    return value
-
-
 def called(path: Path, root: str) -> str:
     """How an error names a value: `batch['boxes'][0]`."""
     return root + "".join(f"[{key!r}]" for key in path)

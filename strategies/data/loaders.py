@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
@@ -180,23 +179,22 @@ def source_of(loader: Any) -> Source | None:
     return loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
 
 
-def unequal_parts(combined: Any, most: float = inf) -> str:
-    """Which step of loaders that are read side by side, of `most` steps, gives ranks unequal parts; empty if none does.
+def unequal_parts(combined: CombinedLoader | None) -> str:
+    """Which step of loaders that are read side by side gives ranks unequal parts; empty if none is known to.
 
-    Nothing is known of loaders whose batches are made as they are read.
+    Loaders that have ended are taken to begin again; nothing is known of those whose batches are made as they are read.
     """
-    if not (isinstance(combined, CombinedLoader) and combined._mode != "sequential"):
+    if combined is None or combined._mode == "sequential":
         return ""
-    mode, sources = combined._mode, (source_of(loader) for loader in combined.flattened)
+    sources = map(source_of, combined.flattened)
     parts = [sizes for one in sources if isinstance(one, RankBatches) and (sizes := one.part_sizes())]
-    for step in range(int(min((min if mode == "min_size" else max)(map(len, parts), default=0), most))):
-        # with max_size a loader that has ended gives nothing; with max_size_cycle it begins again
-        now = [sizes[step % len(sizes)] for sizes in parts if mode == "max_size_cycle" or step < len(sizes)]
-        for sizes in now:
-            if any(mine * sum(now[0]) != other * sum(sizes) for mine, other in zip(sizes, now[0], strict=True)):
-                one, other = (" + ".join(map(str, given)) for given in (now[0], sizes))
+    for step in range(max(map(len, parts), default=0)):
+        first, *others = (sizes[step % len(sizes)] for sizes in parts)
+        for sizes in others:
+            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
+                one, other = (" + ".join(map(str, given)) for given in (first, sizes))
                 what = f"in step {step + 1}: {one} samples of one loader and {other} of another"
-                return f"the loaders combined by {mode!r} give the ranks unequal parts {what}"
+                return f"the loaders combined by {combined._mode!r} give the ranks unequal parts {what}"
     return ""
 
 

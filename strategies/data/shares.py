@@ -1,14 +1,13 @@
 """Read this rank's share of each batch, by which its loss and its logged means weigh."""
 
 from collections.abc import Callable, Sequence
-from math import inf
 from typing import Any
 
 import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from ..batch.tree import Path, at
+from ..batch.tree import Path, children
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from .loaders import Source, source_of, unequal_parts
@@ -121,7 +120,7 @@ class RankShares:
             ConfigError: no weight of this rank's loss is right.
         """
         if not self.knows_parts:
-            verify_side_by_side(loop._combined_loader, self._strategy, loop.max_batches)
+            verify_side_by_side(loop._combined_loader, self._strategy)
             self.knows_parts = True
             known = with_rows() if self.current is not None and self._num_ranks > 1 else ()
             self._rows_at = next((place for place in known if _num_rows(batch, place) == self.num), None)
@@ -142,12 +141,14 @@ class RankShares:
 def _num_rows(batch: Batch, place: Path) -> int | None:
     """The rows of a tensor of a batch; None if another one has none there."""
     try:
-        return at(batch, place).shape[0]
+        for key in place:
+            batch = dict(children(batch) or [])[key]
+        return batch.shape[0]
     except (KeyError, IndexError, AttributeError):  # a batch of another structure
         return None
 
 
-def verify_side_by_side(combined: Any, strategy: str, most: float = inf) -> None:
-    """Refuse training loaders of which a rank has unequal parts in one of `most` steps: its loss has one weight."""
-    if unequal := unequal_parts(combined, most):
+def verify_side_by_side(combined: Any, strategy: str) -> None:
+    """Refuse training loaders of which a rank has unequal parts in one step: its loss has one weight."""
+    if unequal := unequal_parts(combined):
         raise PartsDiffer(f"{strategy}: {unequal}, {TRAINED}")

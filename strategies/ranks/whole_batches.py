@@ -130,7 +130,7 @@ class WholeBatches:
         if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
             set_random_state(before)
         if self.make_sync is not None:  # else a module may weigh its loss itself
-            verify_side_by_side(combined, self._strategy.strategy_name, loop.max_batches)
+            verify_side_by_side(combined, self._strategy.strategy_name)
         if not self.is_open:
             return
         if sync.evaluates_together and combined is not None:

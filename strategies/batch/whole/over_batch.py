@@ -13,10 +13,10 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from ...core.mixed_devices import seen_by_others
-from ..tree import children, rebuild, walk
 from .meeting import seat
 
 P = ParamSpec("P")
@@ -162,24 +162,20 @@ def _ended(end: Callable[[Any], Any], output: Any) -> Any:
     ranks = _ranks[-1] if _ranks else None
     if ranks is None or not ranks.is_part():
         return end(output)
-    leaves = [leaf for _, leaf in walk(output) if isinstance(leaf, Tensor) and (leaf.dim() or leaf.is_floating_point())]
+    leaves, spec = tree_flatten(output)
+    values = {
+        i: one for i, one in enumerate(leaves) if isinstance(one, Tensor) and (one.dim() or one.is_floating_point())
+    }
 
     def on_all(weights: Tensor, *joined: Tensor) -> Any:
-        means = (rows if leaf.dim() else rows @ weights.to(rows) for leaf, rows in zip(leaves, joined, strict=True))
-        known = {id(leaf): value for leaf, value in zip(leaves, means, strict=True)}
-        return end(_replaced_leaves(output, known))
+        for (i, own), rows in zip(values.items(), joined, strict=True):
+            leaves[i] = rows if own.dim() else rows @ weights.to(rows)
+        return end(tree_unflatten(leaves, spec))
 
     weight = torch.as_tensor(ranks.share(), dtype=torch.float64).reshape(1)
-    rows = (leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves)
+    rows = (value if value.dim() else value.reshape(1) for value in values.values())
     ended = _combine({0: (on_all, [weight, *rows], {})})[0]
     return {**ended, "loss": _marked(ended.get("loss"))} if isinstance(ended, dict) else _marked(ended)
-
-
-def _replaced_leaves(value: Any, known: Mapping[int, Any]) -> Any:
-    if id(value) in known:
-        return known[id(value)]
-    items = children(value)
-    return value if items is None else rebuild(value, [_replaced_leaves(child, known) for _, child in items])
 
 
 def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
