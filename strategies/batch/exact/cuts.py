@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lightning_fabric.utilities import move_data_to_device
@@ -84,31 +85,19 @@ class Cuts:
         if trial.of_ranks and total % 2 == 0 and self._equal:
             fitting = [size for size in self._equal if total % size == 0 and size < total] or [total // 2]
             cuts = [tuple(range(0, total + 1, size)) for size in fitting]
-        while True:
-            places, *left = cuts
+        failed: Exception | None = None
+        for i, places in enumerate(cuts[:2]):  # not all steps take one sample
             try:
-                return Tried(trial, piece, whole, trial.run(piece, *dict.fromkeys(places)), left)
+                return Tried(trial, piece, whole, trial.run(piece, *dict.fromkeys(places)), cuts[i + 1 :])
             except Exception as exc:
-                if isinstance(exc, Cannot) or is_out_of_memory(exc):
+                if isinstance(exc, (Cannot, PartsDiffer)) or is_out_of_memory(exc):
                     raise
-                failed, cuts = exc, left
-            if not (cuts and places[-1] - places[-2] == 1 and self._fails(piece, *places[-2:])):
-                break  # not all steps take one sample
-        if isinstance(failed, PartsDiffer):
-            raise failed
-        if trial.of_ranks:  # by which rank it runs, it fails on the whole batch too, and does so in training
-            trial.run(lambda i, j: piece(0, total), 0, total, 2 * total)
+                failed = exc
+        assert failed is not None
         raise PartsDiffer(
             f"{trial.strategy}: {trial.step} fails on parts of a batch ({said(failed)}). Give every value of the "
             "batch one row per sample, or put it into an object that defines split(sizes)."
         ) from failed
-
-    def _fails(self, piece: MakesBatch, i: int, j: int) -> bool:
-        """Whether the step fails on the samples from i to j alone."""
-        with suppress(Exception):
-            self._trial.run(piece, i, j)
-            return False
-        return True
 
 
 @dataclass
@@ -131,16 +120,14 @@ class Tried:
         """The whole, and its parts."""
         return [self.whole, *self.parts]
 
-    def weightless(self) -> "Tried":
-        """The same, as if no loss had a weight."""
-        whole, *parts = (replace(one, weight=None) for one in self.steps)
-        return replace(self, whole=whole, parts=parts)
-
-    def more(self) -> Iterator[list[Ran]]:
-        """Run the step in parts of further cuts, as far as it takes them."""
+    @cached_property
+    def others(self) -> list[list[Ran]]:
+        """The step in parts of further cuts, as far as it takes them."""
+        found = list[list[Ran]]()
         for places in self.left:
             with suppress(Exception):
-                yield self.trial.run(self.piece, *dict.fromkeys(places))
+                found.append(self.trial.run(self.piece, *dict.fromkeys(places)))
+        return found
 
     def again(self, given: Sequence[Written] = (), seed: int = 1) -> Ran:
         """Run the step on the whole once more, in another state of the module or with other random numbers."""

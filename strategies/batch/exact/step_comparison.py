@@ -4,12 +4,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...core.devices import is_out_of_memory
@@ -73,8 +72,8 @@ class StepComparison:
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
         self._lists = EvaluationLists() if accumulates else strategy.structures.lists
-        self._look: tuple[MakesBatch, int, dict[Site, Any]] | None = None
-        """What has made the samples that were looked at, their number, and the operations of the step on them."""
+        self._look: tuple[int, MakesBatch, dict[Site, Any] | None] | None = None
+        """How many samples were looked at, what makes them, and the operations of the step on them."""
         self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
 
     def verdict(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
@@ -90,13 +89,13 @@ class StepComparison:
         try:
             if not trial.together and any(p.is_meta or isinstance(p, DTensor) for p in self._module.parameters()):
                 raise Cannot("its parameters have no values yet, or are cut over ranks")
-            with torch.inference_mode(False), not_compiling(), self._quiet():
+            with self._quiet():
                 for of_ranks, total, piece in self._cuts.views(batch, views):
                     verdict.in_chunks, trial.of_ranks = trial.of_ranks, of_ranks
                     if total < 2:
                         raise Cannot("its first batch has a single sample")
                     self._compare(total, piece, verdict)
-                    if verdict.refusal or (verdict.unlike and not self._trains):
+                    if verdict.unlike and not self._trains:
                         break
         except PartsDiffer as exc:
             verdict.refusal = str(exc)
@@ -105,13 +104,8 @@ class StepComparison:
                 raise
             fewer = is_out_of_memory(exc) and self._cuts.halve()
             if not fewer:
-                is_late = (
-                    self._trains
-                    and views.ranks
-                    and not trial.together
-                    and (batch is not None or takes_others_batches(self._loop))
-                )
-                self._failed(exc, is_late, verdict)
+                has_read = batch is not None or takes_others_batches(self._loop)
+                self._failed(exc, self._trains and views.ranks and not trial.together and has_read, verdict)
         if fewer:  # now that the error holds no graphs
             return self.verdict(batch, views, rest)
         verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
@@ -124,14 +118,13 @@ class StepComparison:
         arguments of the step after the batch.
         """
         self._trial.rest = rest or self._trial.rest
-        with suppress(Exception), torch.inference_mode(False), not_compiling(), self._quiet():
+        with suppress(Exception), self._quiet():
             if self._look is None and self._trial.together:
-                _, total, piece = next(self._cuts.views(None, Views(ranks=True, chunks=False)))
-                self._look = piece, total, self._trial.run(piece, 0, total)[0].tape.shapes
-            elif self._look is not None:
-                piece, total, before = self._look
-                self._look = piece, total, self._trial.run(piece, 0, total)[0].tape.shapes
-                return self._look[2] != before
+                self._look = *next(self._cuts.views(None, Views(ranks=True, chunks=False)))[1:], None
+            if self._look is not None:
+                total, piece, before = self._look
+                self._look = total, piece, self._trial.run(piece, 0, total)[0].tape.shapes
+                return before not in (None, self._look[2])
         return False
 
     def _failed(self, error: Exception, is_late: bool, verdict: Verdict) -> None:
@@ -143,75 +136,59 @@ class StepComparison:
         if self._global_view == "auto" and verdict.raised and not (is_late or is_out_of_memory(error)):
             verdict.refusal = line  # whole batches are right in any case
         else:
-            verdict.told.append((line, False))
+            verdict.told.append(line)
 
     def _compare(self, total: int, piece: MakesBatch, verdict: Verdict) -> None:
+        """Compare all that a step does on some samples, and note what was found.
+
+        Raises:
+            PartsDiffer: parts don't make what the whole does.
+        """
         tried = self._cuts.tried(total, piece)
-        self._look = piece, total, tried.whole.tape.shapes
+        whole, differs = tried.whole, ""
+        self._look = total, piece, whole.tape.shapes
         if self._is_cut:
             with suppress(Exception):  # a single sample shows what samples choose
                 alone = [self._trial.run(piece, i, i + 1)[0] for i in (0, total - 1)]
                 verdict.uneven |= _uneven([*tried.steps, *alone])
             verdict.outside.update(*(ran.outside for ran in tried.steps))
         verdict.rows |= tried.parts[0].rows
-        if not self._trains:
-            self._compare_evaluation(tried, verdict)
-        elif not self._compare_training(tried, verdict):
-            self._trial.evaluates += 1
-            del tried  # its graphs
-            self._compare(total, piece, verdict)
-
-    def _compare_evaluation(self, tried: Tried, verdict: Verdict) -> None:
+        verdict.unused |= any(one.unused for one in tried.steps)
+        seen = ProgramFinder(whole, tried.parts)
+        if self._trains:
+            if not whole.losses:
+                raise Cannot("training_step returned no loss")
+            if end_of_step(self._module) is not None:
+                return None  # it computes the loss of the joined outputs
+            found = [self._plan(call, seen, tried) for call in range(len(whole.losses))]
+            verdict.plans = [plan for plan, _ in found]
+            calls = [call for call, (_, why) in enumerate(found) if why]
+            random = [call for call in calls if self._is_random(call, tried)]
+            if random and self._trial.evaluates < 2:  # perhaps not in evaluation mode
+                self._trial.evaluates += 1
+                del tried, seen, whole  # their graphs
+                return self._compare(total, piece, verdict)
+            if random:
+                verdict.told.append(f"{self._name}: training_step draws random numbers, each part its own.")
+            differs = next((found[call][1] for call in calls if call not in random), "")
+        self._compare_values(seen, tried, verdict)
+        if differs:
+            *sizes, last = (str(part.num) for part in tried.parts)
+            raise PartsDiffer(
+                f"{self._name}: computed in {'ranks' if self._trial.of_ranks else 'chunks'} of {', '.join(sizes)} and "
+                f"{last} samples, {differs}. Compute what compares samples in evener.over_batch(fn)(...), pad to a "
+                f"fixed length,{self._view} or set {self._option} to train nevertheless."
+            )
         self._verify_given(tried)
-        if self._trial.of_ranks:
+        if self._trial.of_ranks and not self._trains:
             verdict.counters = _counters(tried)
-        self._compare_written(tried, verdict)
-        self._verify_appended(tried)
+        self._verify_written(tried, verdict)
+        is_joined = not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization
+        if is_joined or not self._trains:
+            self._verify_appended(tried, verdict)
         if self._results is not None and not self._trial.of_ranks:
             self._verify_returned(self._results, tried)
-        self._compare_values(ProgramFinder(tried.whole, tried.parts), tried, verdict)
-
-    def _compare_training(self, tried: Tried, verdict: Verdict) -> bool:
-        """Compare training steps; returns False if they draw random numbers, but perhaps not in evaluation mode."""
-        whole = tried.whole
-        if not whole.losses:
-            raise Cannot("training_step returned no loss")
-        if end_of_step(self._module) is not None:
-            return True  # it computes the loss of the joined outputs
-        seen, plans = ProgramFinder(whole, tried.parts), list[Plan]()
-        for call in range(len(whole.losses)):
-            plan, unlike_whole = self._plan(call, seen, tried)
-            plans.append(plan)
-            if not unlike_whole:
-                continue
-            if self._is_random(call, tried):
-                if self._trial.evaluates < 2:
-                    return False
-                line = f"{self._name}: training_step draws random numbers, each part of a batch its own."
-                verdict.told.append((line, False))
-            elif whole.weight is None or self._plan(call, seen, tried.weightless())[1]:
-                *sizes, last = (str(part.num) for part in tried.parts)
-                verdict.refusal = (
-                    f"{self._name}: computed in {'ranks' if self._trial.of_ranks else 'chunks'} of "
-                    f"{', '.join(sizes)} and {last} samples, {unlike_whole}. Compute what compares "
-                    f"samples in evener.over_batch(fn)(...), pad to a fixed length,{self._view} or set {self._option} "
-                    "to train nevertheless."
-                )
-            else:  # the user's word, where parts could be right
-                line = (
-                    f"{self._name}: with its loss_weight, in parts of a batch, {unlike_whole}. Return "
-                    "the number that the loss is a mean over, or leave loss_weight out."
-                )
-                verdict.told.append((line, True))
-        verdict.plans = plans
-        verdict.unused = verdict.unused or any(one.unused for one in tried.steps)
-        if not verdict.refusal:
-            self._compare_written(tried, verdict)
-            self._verify_given(tried)
-            if not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization:
-                verdict.appends |= self._joined_lists(tried, verdict)
-        self._compare_values(seen, tried, verdict)
-        return True
+        return None
 
     def _verify(
         self, of: Callable[[Ran], Any], joined: Any, tried: Tried, why: str, losses: Sequence[Tensor] = ()
@@ -242,11 +219,24 @@ class StepComparison:
         why = "returns what parts of a batch don't make. Return rows, or means."
         self._verify(lambda ran: ran.output, joined, tried, why)
 
-    def _verify_appended(self, tried: Tried) -> None:
-        """Refuse parts of which what they append to a list doesn't make what the whole batch does."""
+    def _verify_appended(self, tried: Tried, verdict: Verdict) -> None:
+        """Compare what is appended to lists of the module; those of training that parts don't make are told."""
+        parts, left = [part.appended for part in tried.parts], set[Path]()
+        if self._trains:
+            losses = [loss for part in tried.parts for loss in part.losses]
+            parts = [with_loss(own, losses, tried.whole.losses[0]) for own in parts]
         for path in tried.whole.appended:
-            if f"{self._trial.step}.{path[1]}" not in self._lists.options:  # the user's word
-                self._verify_list(path, tried, [part.appended for part in tried.parts])
+            if f"{self._trial.step}.{path[1]}" in self._lists.options:  # the user's word
+                continue
+            try:
+                self._verify_list(path, tried, parts)
+            except PartsDiffer as exc:
+                if not self._trains:
+                    raise
+                left.add(path[:2])
+                verdict.told.append(str(exc))
+        if self._trains:
+            verdict.appends |= {path[:2] for path in tried.whole.appended} - left
 
     def _verify_list(self, path: Path, tried: Tried, parts: Sequence[Appended]) -> None:
         joined: Any = None
@@ -261,20 +251,7 @@ class StepComparison:
             f"appends to {path[1]} what parts of a batch don't make. Append rows that each sample makes by itself "
             "(pad to a fixed length), or means over samples."
         )
-        self._verify(lambda ran: _values_in(ran, path), joined, tried, why)
-
-    def _joined_lists(self, tried: Tried, verdict: Verdict) -> set[Path]:
-        """The attributes with lists to which, joined, parts append what the whole batch does; others are told."""
-        found, left, losses = set[Path](), set[Path](), [loss for part in tried.parts for loss in part.losses]
-        parts = [with_loss(part.appended, losses, tried.whole.losses[0]) for part in tried.parts]
-        for path in tried.whole.appended:
-            try:
-                self._verify_list(path, tried, parts)
-                found.add(path[:2])
-            except PartsDiffer as exc:
-                left.add(path[:2])
-                verdict.told.append((str(exc), False))
-        return found - left
+        self._verify(lambda ran: [v for one in ran.appended.get(path, ()) for v in one.values], joined, tried, why)
 
     def _compare_values(self, seen: ProgramFinder, tried: Tried, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
@@ -282,7 +259,7 @@ class StepComparison:
         logged = {name: one for name, one in whole.tape.logged.items() if name != RETURNED}
         losses = [name for name, one in logged.items() if any(is_loss(one.value, loss) for loss in whole.losses)]
         found, unknown = seen.programs()
-        for more in tried.more() if logged.keys() - set(losses) else ():
+        for more in tried.others if logged.keys() - set(losses) else ():
             others, left = ProgramFinder(whole, more).programs()
             found, unknown = {**others, **found}, [*dict.fromkeys((*unknown, *left))]
         found = {name: program for name, program in found.items() if name not in unknown}
@@ -316,18 +293,13 @@ class StepComparison:
         is_read = self._module.automatic_optimization and whole.weight is None
         plans = [plan for plan in proposals(seen) if not (plan.needs_all and self._accumulates)] if is_read else []
         expected, differing, last = self._gradients([loss], [1.0], parameters), list[tuple[float, str]](), OF_SAMPLES
+        if self._trial.together:
+            _ = tried.others  # all ranks must run as many
         for last in plans or [OF_SAMPLES]:
-            if last.needs_all and self._trial.together:  # its program makes the whole's loss; by chance, perhaps
-                tries = [*tried.more()]  # all of them: ranks must run as many
-                if all(ProgramFinder(whole, more).program(RETURNED) is not None for more in tries):
-                    return last, ""
-                continue
             try:
                 found = self._differs(call, tried.parts, last, expected, parameters)
-                for more in tried.more() if found[0] <= tolerance(loss, parameters) else ():
-                    if all(len(one.losses) > call for one in more):
-                        kept = [replace(one, weight=None) for one in more] if whole.weight is None else more
-                        found = max(found, self._differs(call, kept, last, expected, parameters))
+                for more in tried.others if found[0] <= tolerance(loss, parameters) else ():
+                    found = max(found, self._differs(call, more, last, expected, parameters))
             except (RuntimeError, IndexError) as exc:  # gradients don't go through the program
                 if is_out_of_memory(exc):
                     raise
@@ -351,14 +323,16 @@ class StepComparison:
             float(part.weight if one.weight is None else one.weight) for part, one in zip(parts, ran, strict=True)
         ]
         shares = [weight / (sum(weights) or 1) for weight in weights]
+        merged = parts[0].program.merged([one.rows for one in parts])
         try:
             for part, share in zip(parts if plan.needs_all else (), shares, strict=False):
-                part.scale(part.program.merged([one.rows for one in parts]), share)
+                part.scale(merged, share)
             found = self._gradients([part.loss for part in parts], shares, parameters)
         finally:
             for handle in itertools.chain.from_iterable(part.handles for part in parts):
                 handle.remove()
         if self._trial.together:  # those of parts may be far from the whole's, which is almost 0
+            found = [parts[0].program.value(merged).double()] if plan.needs_all else found
             scale = torch.stack([part.loss.detach().double().abs() for part in parts]).max().nan_to_num()
             pair = ([torch.stack([one[0], scale])] for one in (expected, found))
             return differences(*pair)[0], "the loss"
@@ -378,12 +352,9 @@ class StepComparison:
 
     def _is_random(self, call: int, tried: Tried) -> bool:
         """Whether the step gives other gradients with other random numbers."""
-        parameters, losses = (
-            small_parameters(self._module),
-            [tried.whole.losses[call], tried.again(seed=2).losses[call]],
-        )
-        one, two = (self._gradients([loss], [1.0], parameters) for loss in losses)
-        return max(differences(one, two)) > tolerance(losses[0], parameters)
+        parameters, losses = small_parameters(self._module), (tried.whole.losses, tried.again(seed=2).losses)
+        one, two = (self._gradients([own[call]], [1.0], parameters) for own in losses)
+        return max(differences(one, two)) > tolerance(losses[0][call], parameters)
 
     @property
     def _view(self) -> str:
@@ -395,63 +366,49 @@ class StepComparison:
         late = self._name in ("ddp", "fsdp") and self._trial.of_ranks
         return f" set {option}, which is exact but slower," if late else ""
 
-    def _compare_written(self, tried: Tried, verdict: Verdict) -> None:
+    def _verify_written(self, tried: Tried, verdict: Verdict) -> None:
         """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it.
 
-        Of the rest, replicas and micro-batches keep what one of them has left, and ranks their own, which is told.
+        Micro-batches would also write one after the other what the whole writes once. Of the rest, replicas and
+        micro-batches keep what one of them has left, and ranks their own, which is told.
         """
-        steps = self._moved(tried) if self._in_turn and self._trains and not self._trial.of_ranks else tried.steps
-        written = {name: [step.written.get(name) for step in steps] for step in steps for name in step.written}
-        parameters = dict(self._module.named_parameters())
-        in_turn = [name for name in sorted(written) if name in parameters] if self._in_turn and self._trains else []
+        in_turn, by_rank = (
+            self._trial.goes_on and self._trains,
+            self._trial.of_ranks and not self._trains,
+        )
+        names = sorted({name for step in tried.steps for name in step.written})
+        written = {name: [step.written.get(name) for step in tried.steps] for name in names}
         found = [
             name
-            for name, (first, *others) in sorted(written.items())
+            for name, (first, *others) in written.items()
             if any(first is None or one is None or unlike(first.contents, one.contents) for one in others)
         ]
         left = {name: [one and _without_lists(one.contents) for one in written[name]] for name in found}
         lost = [name for name, (first, *others) in left.items() if any(unlike(first, one) for one in others)]
-        saved = [name for name in found if self._trains and any(one and one.is_saved for one in written[name])]
-        asks = bool(found) and not (in_turn or saved or (self._trial.of_ranks and not self._trains))
-        read = [*lost, *found][:1] if asks and self._reads(tried, steps, lost) else []
-        for name in [*in_turn, *saved, *read][:1]:
+        saved = [name for name in (names if in_turn else found) if any(one and one.is_saved for one in written[name])]
+        refused = saved if self._trains else []
+        if found and not (refused or by_rank) and self._reads(tried, lost):
+            refused = [*lost, *found]
+        if refused:
+            by = "in each micro-batch" if in_turn else "by the samples of its part of a batch"
             instead = "num_microbatches=1" if in_turn else f"{self._option} to keep a part's"
-            repeats = self._in_turn and not self._trial.of_ranks
-            by = "in each micro-batch" if repeats else "by the samples of its part of a batch"
-            verdict.refusal = (
-                f"{self._name}: {self._trial.step} changes {name} {by}, unlike one device. Gather what it is computed "
-                f"of (self.all_gather), update it in an on_..._batch_end hook, or set {instead}."
+            raise PartsDiffer(
+                f"{self._name}: {self._trial.step} changes {refused[0]} {by}, unlike one device. Gather what it is "
+                f"computed of (self.all_gather), update it in an on_..._batch_end hook, or set {instead}."
             )
-        if lost and not verdict.refusal and (self._trains or not self._trial.of_ranks):
-            line = (
+        if lost and not by_rank:
+            verdict.told.append(
                 f"{self._name}: {self._trial.step} leaves {', '.join(lost[:3])} otherwise in parts of a batch than in "
                 "the whole one. Use self.log, a metric of torchmetrics, or return it from the step."
             )
-            verdict.told.append((line, False))
 
-    def _moved(self, tried: Tried) -> Sequence[Ran]:
-        """Run the steps from other buffers where they write any: an estimate that has converged moves again."""
-        saved = [
-            one for one in tried.whole.written.values() if one.is_saved and not isinstance(one.value, nn.Parameter)
-        ]
-        noise = torch.Generator().manual_seed(0)
-        others = [
-            replace(one, contents=one.contents * (1 + torch.rand(one.value.shape, generator=noise).to(one.value)))
-            for one in saved
-            if one.value.is_floating_point()
-        ]
-        if not others:
-            return tried.steps
-        ends = itertools.accumulate((part.num for part in tried.parts), initial=0)
-        return [tried.again(others), *self._trial.run(tried.piece, *ends, given=others)]
-
-    def _reads(self, tried: Tried, steps: Sequence[Ran], names: Sequence[str]) -> bool:
-        """Whether the next step computes otherwise with what one of some steps has left than with another's.
+    def _reads(self, tried: Tried, names: Sequence[str]) -> bool:
+        """Whether the next step computes otherwise with what one of the steps has left than with another's.
 
         Ranks, and chunks in turn, keep what they have left; other chunks don't, so that what they leave counts as well.
         """
         keeps, found = self._trial.of_ranks or self._in_turn, list[tuple[list[Tensor], list[Any]]]()
-        for step in steps:
+        for step in tried.steps:
             try:
                 again = tried.again(list(step.written.values()))
             except Exception:  # noqa: BLE001  # a state of other samples doesn't fit these
@@ -460,18 +417,18 @@ class StepComparison:
                 continue
             after = self._gradients(again.losses, [1.0] * len(again.losses), small_parameters(self._module))
             kept = map(again.written.get, () if keeps else names)
-            left = [one and _without_lists(one.contents) for one in kept]
-            found.append((after, left))
+            found.append((after, [one and _without_lists(one.contents) for one in kept]))
         return any(
             max(differences(found[0][0], other)) > 1e-6 or unlike(found[0][1], left) for other, left in found[1:]
         )
 
     @contextmanager
     def _quiet(self) -> Generator[None]:
-        """Have the step's own gradients leave no trace."""
+        """Run steps eagerly and with graphs, and have their own gradients leave no trace."""
         before = [(p, p.grad, p.requires_grad) for p in self._module.parameters()]
         try:
-            yield
+            with torch.inference_mode(False), not_compiling():
+                yield
         finally:
             for parameter, gradient, is_trained in before:
                 parameter.grad = gradient
@@ -500,11 +457,6 @@ def _counters(tried: Tried) -> set[str]:
                 if not unlike(added, whole.contents):
                     found.add(name)
     return found
-
-
-def _values_in(ran: Ran, path: Path) -> list[Any]:
-    """What a step has appended to a list."""
-    return [value for added in ran.appended.get(path, ()) for value in added.values]
 
 
 def _uneven(steps: Sequence[Ran]) -> set[str]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -48,7 +47,6 @@ _DRAWING = (
     nn.MultiheadAttention, nn.RReLU, nn.TransformerDecoderLayer, nn.TransformerEncoderLayer, _DropoutNd, _NormBase,
 )  # fmt: skip
 """Of torch's layers those that draw, or see other samples, in training; a spectral norm only advances its estimate."""
-_READ: Any = getattr(Tensor.grad, "__get__")  # noqa: B009  # typed as the tensor that it returns
 
 
 class Cannot(Exception):  # told, and no error
@@ -155,7 +153,9 @@ class Trial:
             metrics = PartMetrics(module, [self.device] * len(sizes), self.strategy, parts.number)
             stack.callback(metrics.close)
             recording = nullcontext() if self.of_ranks else metrics.recording(sizes, notes=True)
-            with recording, parts:
+            unread = property(partial(_refuse_to_read, self.strategy), getattr(Tensor.grad, "__set__"))  # noqa: B009
+            is_read = not self.trains or self.of_ranks or not module.automatic_optimization
+            with recording, parts, nullcontext() if is_read else replaced(nn.Parameter, "grad", unread):
                 for piece in parts.pieces:
                     piece.call()
             found = parts.found
@@ -220,8 +220,7 @@ class _Parts(Meeting):
         lists = PartLists([vars(part) for part in lightning_modules(module)])
         lists.begin()
         uses = _Uses(module, here) if trial.sees_calls else nullcontext()
-        reads = _GradientReads(trial.strategy) if trial.goes_on and trial.trains else nullcontext()
-        with nullcontext() if trial.together else _OneRank(), uses, reads, here.tape:
+        with nullcontext() if trial.together else _OneRank(), uses, here.tape:
             output: Any = getattr(module, trial.step)(batch, *trial.rest)
             output = ended(module, output) if trial.trains else output
         if not trial.of_ranks and self._hooks != _hooks(module):
@@ -282,21 +281,11 @@ class _OneRank(TorchDispatchMode):
         return True
 
 
-class _GradientReads(TorchFunctionMode):
-    """Refuses a step that reads `.grad` of a parameter, in which gradients of other micro-batches are summed."""
-
-    def __init__(self, strategy: str) -> None:
-        super().__init__()
-        self._strategy = strategy
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _READ and isinstance(args[0], nn.Parameter):
-            raise PartsDiffer(
-                f"{self._strategy}: training_step reads the .grad of a parameter, which holds gradients of other "
-                "micro-batches. Read it in on_before_optimizer_step."
-            )
-        return func(*args, **(kwargs or {}))
+def _refuse_to_read(strategy: str, _: nn.Parameter) -> Any:
+    raise PartsDiffer(
+        f"{strategy}: training_step reads the .grad of a parameter, which isn't the whole batch's. Read it in "
+        "on_before_optimizer_step."
+    )
 
 
 class _Uses(TorchDispatchMode):

@@ -23,7 +23,7 @@ class Verdict:
     Args:
         plans: of the loss; in manual optimization of each call of `manual_backward`; empty if batches can't be cut.
         refusal: what differs, and what to do; empty if nothing does.
-        told: lines for the log, and whether they are warnings.
+        told: lines for the log.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
         counters: the attributes to which parts of an evaluation's batch add what the whole one does.
@@ -40,7 +40,7 @@ class Verdict:
 
     plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
     refusal: str = ""
-    told: list[tuple[str, bool]] = field(default_factory=list["tuple[str, bool]"])
+    told: list[str] = field(default_factory=list[str])
     unused: bool = False
     programs: dict[str, Program] = field(default_factory=dict[str, Program])
     unlike: str = ""

@@ -80,8 +80,8 @@ def verified(
 
 def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
     """Say what was found, and refuse what differs."""
-    for line, warns in found.told if is_first and verifies else ():
-        (rank_zero_warn if warns else rank_zero_info)(line)
+    for line in found.told if is_first and verifies else ():
+        rank_zero_info(line)
     if found.unlike and not found.refusal and is_first and verifies:
         rank_zero_warn(found.unlike)
     if found.refusal and verifies:

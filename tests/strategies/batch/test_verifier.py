@@ -183,11 +183,6 @@ class SaysSamples(Weighed):
         return {"loss": super().loss(x, y), "loss_weight": len(x)}
 
 
-def test_a_loss_weight_that_is_not_what_the_loss_divides_by_is_told() -> None:
-    with pytest.warns(UserWarning, match="dp: with its loss_weight, .* the gradient of .* differs from one device's"):
-        trained(SaysSamples(), DataParallelStrategy())
-
-
 class Listed(Net):
     """Is given two settings with each batch, which a stream of two samples does not tell from a list of samples."""
 
@@ -293,6 +288,7 @@ ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "another loss from the second step on": (Changed, lambda: DataLoader(data(), 8)),
     "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Stream(), 8)),
     # a warning told that the parts were wrong, which no loss_weight makes right
+    "a loss_weight that is not what the loss divides by": (SaysSamples, lambda: DataLoader(data(), 8)),
     "settings beside a stream's samples": (Listed, lambda: DataLoader(Stream(), 2, collate_fn=beside_settings)),
 }
 

@@ -4,6 +4,7 @@ What is kept meanwhile is measured in late_device/test_late_memory.py.
 """
 
 import weakref
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ from parity import Case, Net, SparseNet, assert_equal, baseline, fit, make_modul
 from stage_modules import DEEP, SquareNet
 from torch import Tensor
 
-from evener.strategies import ConfigError, ModelParallelStrategy
+from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy
 
 
 class Twice(Net):
@@ -105,9 +106,12 @@ class ReadingNet(Net):
         return self.loss(batch)
 
 
-def test_a_step_that_reads_gradients_gets_whole_batches() -> None:
-    # `.grad` held sums of other micro-batches
+@pytest.mark.parametrize(
+    "strategy", [partial(ModelParallelStrategy, num_microbatches=2), DataParallelStrategy], ids=["stages", "replicas"]
+)
+def test_a_step_that_reads_gradients_gets_whole_batches(strategy: Any) -> None:
+    # `.grad` held sums of other micro-batches; that of replicas was None
     case = Case(ReadingNet)
-    assert_equal(run(case, ModelParallelStrategy(num_microbatches=2), devices=2), baseline(case), 1e-10)
+    assert_equal(run(case, strategy(), devices=2), baseline(case), 1e-10)
     with pytest.raises(ConfigError, match=r"reads the \.grad of a parameter"):
-        run(case, ModelParallelStrategy(num_microbatches=2, global_view=False), devices=2)
+        run(case, strategy(global_view=False), devices=2)
