@@ -3,9 +3,9 @@
 Micro-batches that alternate at the boundaries of stages would mix what a step keeps on the module from one layer to the
 next: a list of features, a flag or `requires_grad` for some calls, parameters that `functional_call` swaps. So the
 first micro-batch of a run is watched. If it has changed anything where it enters another stage, or at its end, or is
-then in a block that is not its own (a transform of `torch.func`, forward differentiation, cached parametrizations, or a
-checkpointed function that draws random numbers, which it is to draw again), micro-batches run one after the other. So
-do those of a module with hooks, which may keep anything anywhere.
+then in a block that is not its own (forward differentiation, or a checkpointed function that draws random numbers,
+which it is to draw again), micro-batches run one after the other. So do those of a module with hooks, which may keep
+anything anywhere.
 """
 
 from collections import deque
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, get_rng_state, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 
@@ -62,10 +61,9 @@ class ModuleState:
 
         def look(stage: int = 0) -> None:
             nonlocal draws_again
-            inside: Any = torch._C
-            in_block = inside._are_functorch_transforms_active() or parametrize._cache_enabled
-            self._keeps |= bool(in_block) or forward_ad._current_level >= 0 or self._state() != first
-            saves_no_tensors = inside._autograd._top_saved_tensors_default_hooks(False) is not None
+            self._keeps |= forward_ad._current_level >= 0 or self._state() != first
+            autograd: Any = torch._C._autograd
+            saves_no_tensors = autograd._top_saved_tensors_default_hooks(False) is not None
             draws_again |= saves_no_tensors or not torch.is_grad_enabled()
 
         with self._stages.entering(look):
