@@ -94,6 +94,6 @@ class _Call:
 
 def _copied(value: Any) -> Any:
     """A copy of what a forward pass may write to: a container, a small tensor that is not trained."""
-    if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _SMALL:
-        return value.detach().clone()
+    if isinstance(value, Tensor):
+        return value if value.requires_grad or value.numel() > _SMALL else value.detach().clone()
     return value.copy() if type(value) in (list, dict, set, deque, OrderedDict) else value
