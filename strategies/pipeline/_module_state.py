@@ -62,8 +62,8 @@ class ModuleState:
         def look(stage: int = 0) -> None:
             nonlocal draws_again
             self._keeps |= forward_ad._current_level >= 0 or self._state() != first
-            autograd: Any = torch._C._autograd
-            saves_no_tensors = autograd._top_saved_tensors_default_hooks(False) is not None
+            inside: Any = torch._C
+            saves_no_tensors = inside._autograd._top_saved_tensors_default_hooks(False) is not None
             draws_again |= saves_no_tensors or not torch.is_grad_enabled()
 
         with self._stages.entering(look):
