@@ -2,13 +2,11 @@
 
 import logging
 import math
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.text import Text
 
 from ...strategies import STRATEGIES, ConfigError
 from ...strategies.core.errors import did_you_mean
@@ -16,7 +14,7 @@ from ..config.checks import QUIET, plain
 from ..config.group_files import PACKAGE
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, short_path, write_json
-from .trial import OK, WINDOW, Probe, Trial, run_trial
+from .trial import OK, Probe, Trial, run_trial
 
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
@@ -36,20 +34,16 @@ class Comparison:
     """The outcome of `mode=compare`.
 
     Args:
-        trials: one per strategy, in order.
-        reference: the strategy whose losses are the reference; None if none trained.
+        trials: one per strategy, in order; the losses of the first that trained are the reference.
         differences: largest relative difference from the reference's losses, by strategy; the reference's is 0.
         tolerance: the largest difference that rounding explains.
-        excuses: known reasons for which a strategy's losses may differ, by strategy.
         recommended: the strategy to use; None if none trained.
         reason: why it is recommended.
     """
 
     trials: list[Trial]
-    reference: str | None
     differences: dict[str, float]
     tolerance: float
-    excuses: dict[str, list[str]]
     recommended: str | None
     reason: str
 
@@ -61,11 +55,9 @@ def judge(trials: list[Trial], tolerance: float, device_mib: float | None = None
     """
     trained = [trial for trial in trials if trial.status == OK]
     differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
-    without = [*trained[:1], *(trial for trial in trained if trial.strategy in VARIANTS)]
-    excuses = {trial.strategy: [] if trial in without else trial.excuses for trial in trained}
-    sound = [t for t in trained if differences[t.strategy] <= tolerance or excuses[t.strategy]]
-    name = trained[0].strategy if trained else None
-    return Comparison(trials, name, differences, tolerance, excuses, *recommend(sound, device_mib))
+    trials = [replace(t, excuses=[]) if t in trained[:1] or t.strategy in VARIANTS else t for t in trials]
+    sound = [t for t in trials if t.status == OK and (differences[t.strategy] <= tolerance or t.excuses)]
+    return Comparison(trials, differences, tolerance, *recommend(sound, device_mib))
 
 
 def largest_difference(trial: Trial, reference: Trial) -> float:
@@ -90,20 +82,10 @@ def recommend(trials: list[Trial], device_mib: float | None) -> tuple[str | None
     equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest]
     least = min(trial.peak_mib for trial in equal)
     best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
-    if len(fitting) == 1:
-        return best.strategy, "it is the only one that trained"
     if rivals := [trial.strategy for trial in equal if trial is not best]:
         merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
         return best.strategy, f"it is as fast as {', '.join(rivals)} (within {NOISE:.0%}), and {merit}"
-    second = max((trial for trial in fitting if trial is not best), key=lambda trial: trial.samples_per_s)
-    ratio = f"{best.samples_per_s / second.samples_per_s:.2f} times as fast as" if second.samples_per_s else "ahead of"
-    overlap = best.samples_per_s * (1 - best.spread) < second.samples_per_s * (1 + second.spread)
-    doubt = "; their spreads (±) overlap, so measure again with more compare.steps" if overlap else ""
-    if best.strategy == REFERENCE:
-        merit = f"more devices are not faster at this batch size: it is {ratio} the next,"
-    else:
-        merit = f"it is the fastest of {len(fitting)} that train alike, {ratio}"
-    return best.strategy, f"{merit} {second.strategy}{doubt}"
+    return best.strategy, f"it is the fastest of {len(fitting)} that train alike"
 
 
 def show_comparison(comparison: Comparison, run_dir: str) -> None:
@@ -116,18 +98,9 @@ def show_comparison(comparison: Comparison, run_dir: str) -> None:
         table = new_table(title, headings, text=("strategy", "losses"))
         for trial in trained:
             ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
-            name = Text(trial.strategy, style="bold" if trial.strategy == comparison.recommended else "")
-            speed = f"{trial.samples_per_s:,.0f} ± {trial.spread:.0%}"
-            table.add_row(name, str(trial.num_processes), speed, ratio, memory(trial), verdict(comparison, trial))
+            speed, losses = f"{trial.samples_per_s:,.0f}", verdict(comparison, trial)
+            table.add_row(trial.strategy, str(trial.num_processes), speed, ratio, f"{trial.peak_mib:,.0f}", losses)
     print_table(table, [*notes(comparison), recommendation(comparison), f"logs: {short_path(run_dir)}"])
-
-
-def memory(trial: Trial) -> str:
-    """Peak memory per device (per process on the CPU): a list if there are few and they differ, otherwise the range."""
-    sizes = [round(size) for size in trial.peak_memory_mib]
-    if len(set(sizes)) > 1 and len(sizes) > 4:
-        return f"{min(sizes):,} to {max(sizes):,}"
-    return " / ".join(f"{size:,}" for size in (sizes if len(set(sizes)) > 1 else sizes[:1]))
 
 
 def verdict(comparison: Comparison, trial: Trial) -> str:
@@ -135,26 +108,26 @@ def verdict(comparison: Comparison, trial: Trial) -> str:
     difference = comparison.differences[trial.strategy]
     if not trial.losses:
         return "not checked: training_step returns no loss"
-    if trial.strategy == comparison.reference:
+    if trial.strategy == next(iter(comparison.differences)):
         return f"{trial.losses[0]:.4g} to {trial.losses[-1]:.4g}"
     if difference <= comparison.tolerance:
         return f"equal (to {difference:.0e})"
-    return f"{'differ, see below' if comparison.excuses[trial.strategy] else 'DIFFER'} ({difference:.0e})"
+    return f"{'differ, see below' if trial.excuses else 'DIFFER'} ({difference:.0e})"
 
 
 def notes(comparison: Comparison) -> list[str]:
     """Explain why strategies did not train, and why losses differ."""
-    unknown, limit = "the cause is unknown, so it is not recommended; please report it", comparison.tolerance
-    differing = [
-        f"{name}: losses differ by {difference:.1e} (allowed: {limit:.0e}): "
-        f"{'; '.join(comparison.excuses[name]) or unknown}."
-        for name, difference in comparison.differences.items()
-        if difference > limit
-    ]
-    named = {excuse for excuses in comparison.excuses.values() for excuse in excuses}
-    if named and not differing:
-        differing.append(f"Losses agree here, but may differ in general: {'; '.join(sorted(named))}.")
-    return [*(f"{t.strategy} {t.status}: {t.reason}" for t in comparison.trials if t.status != OK), *differing]
+    told: list[str] = []
+    for trial in comparison.trials:
+        difference = comparison.differences.get(trial.strategy, 0.0)
+        if trial.status != OK:
+            told.append(f"{trial.strategy} {trial.status}: {trial.reason}")
+        elif difference > comparison.tolerance:
+            cause = "; ".join(trial.excuses) or "the cause is unknown, so it is not recommended; please report it"
+            told.append(
+                f"{trial.strategy}: losses differ by {difference:.1e} (allowed: {comparison.tolerance:.0e}): {cause}."
+            )
+    return told
 
 
 def recommendation(comparison: Comparison) -> str:
@@ -175,21 +148,19 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
         cfg: resolved (`prepare`).
     """
     names, steps, warmup = chosen_strategies(cfg), cfg.compare.steps, cfg.compare.warmup_steps
-    if not (isinstance(steps, int) and isinstance(warmup, int) and 1 <= -(-warmup // WINDOW) < steps // WINDOW):
+    if not 1 <= warmup < steps:
         raise ConfigError(
-            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure: the clock is "
-            f"read every {WINDOW} batches. Give warmup_steps >= 1 and more steps."
+            f"compare.steps={steps} with compare.warmup_steps={warmup} leaves too few steps to measure. Give "
+            "warmup_steps >= 1 and more steps."
         )
-    trials, began_s = list[Trial](), time.monotonic()
+    trials = list[Trial]()
     with run_log(cfg.run_dir):
         log.info("compare: %d strategies: %s", len(names), ", ".join(names))
-        for done, name in enumerate(names, start=1):
+        for number, name in enumerate(names, start=1):
             folder = Path(cfg.run_dir) / "compare" / name
             trial = run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s)
-            found = f"{trial.samples_per_s:,.0f} samples/s, {memory(trial)} MiB" if trial.status == OK else trial.status
-            left_s = (time.monotonic() - began_s) / done * (len(names) - done)
-            left = f", about {left_s:.0f} s left" if done < len(names) else ""
-            log.info(f"{done} of {len(names)}  {name:<28} {found}{left}")
+            found = f"{trial.samples_per_s:,.0f} samples/s, {trial.peak_mib:,.0f} MiB"
+            log.info(f"{number} of {len(names)}  {name:<28} {found if trial.status == OK else trial.status}")
             trials.append(trial)
     limit = cfg.get("device_memory_gb")
     tolerance = next((most for bits, most in TOLERANCES.items() if bits in str(cfg.precision)), TOLERANCES["16"])

@@ -137,12 +137,9 @@ class Search:
                 log.warning("trial %d failed: %s", trial.number, str(exc).partition("\n")[0] or type(exc).__name__)
                 continue
             ended, best = self._finish(trial, result), self.best()
-            done = trial.number + 1 - num_before
-            left_s = (time.monotonic() - began_s) / done * (self.options.num_trials - trial.number - 1)
             told = f"trial {trial.number}: {ended.state.name.lower()}"
             told += "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
-            told += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
-            log.info(told + (f" · about {left_s:.0f} s left" if left_s > 0 else ""))
+            log.info(told + ("" if best is None else f" · best {best.value:.4g} (trial {best.number})"))
 
     def _finish(self, trial: Any, result: Result) -> Any:
         """Tell Optuna how a trial ended, and return it as Optuna keeps it."""

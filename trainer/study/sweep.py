@@ -35,15 +35,6 @@ class Variant:
     state: str = ""
     result: Result | None = None
 
-    @classmethod
-    def read(cls, number: int, strategy: str, overrides: tuple[str, ...], run_dir: Path) -> "Variant":
-        """Read a variant's outcome from its run directory."""
-        result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
-        if result is None or result.status == FAILED:
-            return cls(number, strategy, overrides, None, FAILED)
-        state = DIVERGED if result.status == DIVERGED else ""
-        return cls(number, result.strategy, overrides, result.monitored, state, result)
-
     def cells(self) -> list[str]:
         """One string per column; empty where the variant has no value."""
         named = [str(self.number), self.strategy, " ".join(self.overrides)]
@@ -65,17 +56,12 @@ def best_of(variants: Sequence[Variant], maximizes: bool) -> Variant | None:
     return min(scored, key=lambda v: sign * (v.value or 0.0), default=None)
 
 
-def write(path: Path, variants: Sequence[Variant]) -> None:
-    """Write the table as a CSV file."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([COLUMNS, *(variant.cells() for variant in variants)])
-
-
 def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) -> None:
     """Write the table, and print it with the best variant; `kind` is what one is called: job or trial."""
     if not variants:
         return
-    write(file, variants)
+    with file.open("w", newline="", encoding="utf-8") as table_file:
+        csv.writer(table_file).writerows([COLUMNS, *(variant.cells() for variant in variants)])
     best = best_of(variants, maximizes)
     table = new_table(f"{len(variants)} {kind}s", COLUMNS, text=("strategy", "metric"), folded=("overrides",))
     for variant in variants:
@@ -89,10 +75,7 @@ def show(file: Path, variants: Sequence[Variant], maximizes: bool, kind: str) ->
 
 
 class SweepTable(Callback):
-    """Hydra callback that prints the table after the last job.
-
-    `sweep.csv` in the sweep's directory is updated after every job, so that it exists even if a job fails.
-    """
+    """Hydra callback that writes `sweep.csv` and prints the table after the last job, or the one that fails."""
 
     unfinished: ClassVar[Path | None] = None
     """Directory of the running sweep."""
@@ -100,11 +83,6 @@ class SweepTable(Callback):
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
-
-    @override
-    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        if (home := SweepTable.unfinished) is not None and (jobs := read_jobs(home)):
-            write(home / FILE, jobs)
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -127,8 +105,13 @@ def read_jobs(home: Path) -> list[Variant]:
     jobs: list[Variant] = []
     for run_dir in (path.parent for path in home.glob("*/.hydra")):
         hydra: Any = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml").hydra
-        overrides = tuple(map(str, hydra.overrides.task))
-        jobs.append(Variant.read(int(hydra.job.num), hydra.runtime.choices.get("strategy", ""), overrides, run_dir))
+        words, strategy = tuple(map(str, hydra.overrides.task)), hydra.runtime.choices.get("strategy", "")
+        result = Result.read(run_dir) if (run_dir / RESULT_FILE).exists() else None
+        if result is None or result.status == FAILED:
+            jobs.append(Variant(int(hydra.job.num), strategy, words, None, FAILED))
+        else:
+            state = DIVERGED if result.status == DIVERGED else ""
+            jobs.append(Variant(int(hydra.job.num), strategy, words, result.monitored, state, result))
     jobs.sort(key=lambda job: job.number)
     common = set[str]() if len(jobs) < 2 else set.intersection(*(set(job.overrides) for job in jobs))
     return [

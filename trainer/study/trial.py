@@ -5,7 +5,6 @@ The run leaves its result, and what the probe has measured, in the trial's folde
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.batch.losses import loss_weight
-from ...strategies.core.devices import precise_dtype
+from ...strategies.core.devices import has_streams, precise_dtype
 from ...strategies.core.rng import generator_state
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
@@ -33,17 +32,13 @@ from ..launch.worker import begin, starting
 
 PROBE_FILE = "probe.json"
 
-WINDOW = 3
-"""Number of batches between two readings of the run's clock."""
-
 DRAWS = "the training step draws random numbers, which differ between strategies"
 
 
 class Probe(pl.Callback):
-    """Record a training run, and write `probe.json` at its end: `losses`, `samples_per_s`, `spread` and `excuses`.
+    """Record a training run, and write `probe.json` at its end: `losses`, `samples_per_s` and `excuses`.
 
-    Speeds are those of the run's clock over windows of `WINDOW` batches, so that a temporary load on the machine
-    affects one of them. Losses are combined after training; no collective is added to a step.
+    Losses are combined after training; no collective is added to a step.
 
     Args:
         folder: where the file is written.
@@ -55,8 +50,8 @@ class Probe(pl.Callback):
         self._warmup, self._num_batches = warmup_steps, 0
         self._losses: list[tuple[Tensor, Any]] = []
         self._excuses: list[str] = []
-        self._rates: list[float] = []
         self._streams: list[Tensor] = []
+        self._rate = 0.0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -79,8 +74,15 @@ class Probe(pl.Callback):
         if isinstance(loss, Tensor):
             self._losses.append((loss.detach().clone(), loss_weight(outputs, batch)))
         self._num_batches += 1
-        if self._num_batches % WINDOW == 0 and (summary := RunSummary.of(trainer)) is not None:
-            self._rates.append(summary.clock.read(WINDOW).get("samples_per_s", 0.0))  # waits for the device
+        if self._num_batches == self._warmup or trainer.global_step >= trainer.max_steps:
+            self._rate = self._speed(trainer)
+
+    def _speed(self, trainer: pl.Trainer) -> float:
+        """Samples per second of the run's clock since the last call; waits for the device."""
+        for device in filter(has_streams, process_devices(trainer.strategy)):
+            torch.accelerator.synchronize(device)
+        summary = RunSummary.of(trainer)
+        return 0.0 if summary is None else summary.clock.read(1).get("samples_per_s", 0.0)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -91,18 +93,9 @@ class Probe(pl.Callback):
         if parts:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")
         losses = [loss / (weight or 1.0) for loss, weight in sums.tolist()]
-        speed, spread = median_rate(self._rates[-(-self._warmup // WINDOW) :])
-        found = {"losses": losses, "samples_per_s": speed, "spread": spread}
+        found = {"losses": losses, "samples_per_s": self._rate}
         if trainer.is_global_zero:
             self._file.write_text(json.dumps({**found, "excuses": self._excuses}), encoding="utf-8")
-
-
-def median_rate(rates: list[float]) -> tuple[float, float]:
-    """The median, and half the range of the middle half relative to it; 0 if training was too short."""
-    if len(rates) < 2:
-        return sum(rates), 0.0
-    low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
-    return median, (high - low) / 2 / median
 
 
 def random_streams(trainer: pl.Trainer) -> list[Tensor]:
@@ -122,8 +115,7 @@ class Trial:
     Args:
         status: `ok`; `refused` if it can't train this module on these devices; `failed` if an error occurred.
         losses: loss of every global batch; empty if `training_step` returns none.
-        samples_per_s: in the median window.
-        spread: half the range of the middle half of the windows' speeds, relative to the median.
+        samples_per_s: after the warm-up.
         excuses: known reasons for which its losses may differ from another strategy's.
     """
 
@@ -133,7 +125,6 @@ class Trial:
     losses: list[float] = field(default_factory=list[float])
     global_batch: int = 0
     samples_per_s: float = 0.0
-    spread: float = 0.0
     peak_memory_mib: list[float] = field(default_factory=list[float])
     num_processes: int = 1
     excuses: list[str] = field(default_factory=list[str])

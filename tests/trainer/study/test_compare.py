@@ -102,7 +102,7 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
     two = tried(tmp_path, "dp", module="Random")
     comparison = judge([one, two], 1e-4)
     assert comparison.differences["dp"] > 1e-4
-    assert comparison.excuses["dp"] == ["1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)", DRAWS]
+    assert comparison.trials[1].excuses == ["1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)", DRAWS]
     assert verdict(comparison, two).startswith("differ, see below (")
     assert "1 BatchNorm layers" in compare.notes(comparison)[0]
 
@@ -112,7 +112,7 @@ def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
     one, two = compare.compare_strategies(cfg).trials
     assert (two.strategy, two.status, two.num_processes, two.global_batch) == ("ddp_global_view", OK, 2, 7)
     assert largest_difference(two, one) < 1e-14
-    assert judge([one, two], 1e-8).excuses["ddp_global_view"] == []
+    assert judge([one, two], 1e-8).trials[1].excuses == []
     for losses in ([float("nan")] * 6, one.losses[:5]):
         assert largest_difference(Trial("dp", losses=losses), one) == float("inf")
     chosen = judge([replace(one, samples_per_s=1.0), replace(two, samples_per_s=2.0)], 1e-8)
@@ -175,19 +175,10 @@ ONE = measured("single_device", 100, 8)
 RECOMMENDED = {
     "the fastest": (
         [ONE, measured("dp", 150, 6), measured("ddp", 180, 6)],
-        "ddp", "it is the fastest of 3 that train alike, 1.20 times as fast as dp",
+        "ddp", "it is the fastest of 3 that train alike",
     ),
     "one device where more do not pay": (
-        [ONE, measured("ddp", 50, 6)],
-        "single_device",
-        "more devices are not faster at this batch size: it is 2.00 times as fast as the next, ddp",
-    ),
-    # a busy machine: fsdp was recommended at 1.41 times single_device, whose windows differed by more than that
-    "a lead within the spreads": (
-        [replace(ONE, spread=0.5), measured("ddp", 140, 6)],
-        "ddp",
-        "it is the fastest of 2 that train alike, 1.40 times as fast as single_device; their spreads (±) overlap, so "
-        "measure again with more compare.steps",
+        [ONE, measured("ddp", 50, 6)], "single_device", "it is the fastest of 2 that train alike",
     ),
     "of equally fast ones the leaner": (
         [measured("dp", 100, 600), measured("ddp", 97, 300)],
@@ -198,7 +189,7 @@ RECOMMENDED = {
     ),
     "what fits": (
         [measured("single_device", 100, 8000), measured("model_parallel", 50, 300)],
-        "model_parallel", "it is the only one that trained",
+        "model_parallel", "it is the fastest of 1 that train alike",
     ),
 }  # fmt: skip
 
@@ -233,7 +224,7 @@ def test_all_strategies_are_tried_with_their_options_unless_some_are_named(tmp_p
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["compare.warmup_steps=4"], r"compare\.steps=6 with compare\.warmup_steps=4 leaves too few steps to measure"),
+        (["compare.warmup_steps=6"], r"compare\.steps=6 with compare\.warmup_steps=6 leaves too few steps to measure"),
         (["compare.strategies=[ddpp]"], r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"),
         (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
     ],
