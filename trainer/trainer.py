@@ -68,15 +68,8 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _verify_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse words and numbers with which Lightning would fail in the middle of a run, without naming the argument."""
-    for name, example in (("callbacks", "EarlyStopping('val/loss')"), ("logger", "TensorBoardLogger('logs')")):
-        for value in _flat([arguments.get(name)]):
-            if isinstance(value, str):
-                raise ConfigError(f"Trainer: {name}={value!r} is a word, not an object. Give one, such as {example}.")
-    for name in ("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches"):
-        if isinstance(value := arguments.get(name), str):
-            raise ConfigError(f"Trainer: {name}={value!r} is a word. Give a whole number.")
-    if (number := arguments.get("accumulate_grad_batches")) is not None and number < 1:
+    """Refuse a number with which Lightning would fail in the middle of a run."""
+    if isinstance(number := arguments.get("accumulate_grad_batches"), int) and number < 1:
         raise ConfigError(
             f"Trainer: accumulate_grad_batches={number} is not positive. Give a number of batches from 1 on."
         )

@@ -51,7 +51,6 @@ ROOT: dict[str, Any] = {
     "extras.enforce_tags": bool,
     "extras.print_config": bool,
     "launcher.max_restarts": Natural,
-    "launcher.min_processes": _or_null(Count),
     "launcher.monitor_interval_s": Positive,
     "launcher.shutdown_timeout_s": NotNegative,
 }
@@ -60,6 +59,7 @@ ROOT: dict[str, Any] = {
 GONE = {
     "logger.tensorboard.sub_runs": "All values are in one event file; TensorBoard's filter of tags tells them apart.",
     "launcher.spares": "Leave it out: the ranks that live go on without those that have died.",
+    "launcher.min_processes": "Leave it out, and start the run again with resume=last and fewer devices.",
     "plan.measure": "Give mode=compare, which trains a few steps on the devices, and tells their peaks.",
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
     "evener.trainer.profiler.TraceProfiler": "Give trainer.profiler=pytorch, or debug=trace.",

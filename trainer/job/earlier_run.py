@@ -2,22 +2,17 @@
 
 import re
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from yaml import YAMLError
 
 from ...strategies import ConfigError
 from ..checkpoint.find import find_best, find_newest
-
-_MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[.*?\])\).*?torch\.Size\((\[.*?\])\)")
-
 
 OF_NAME = {"last": find_newest, "best": find_best}
 """How the checkpoint is found for the values of `resume` that search the runs of a name."""
@@ -28,11 +23,6 @@ def checkpoint_of_name(cfg: DictConfig) -> Path:
     home = Path(cfg.log_dir) / cfg.name
     found = OF_NAME[cfg.resume](home)
     if found is not None:
-        if getattr(rank_zero_only, "rank", 0) == 0 and (name := _nonfinite(found)) is not None:
-            raise ConfigError(
-                f"resume={cfg.resume}: {found} is of a run that diverged: {name} contains nan or infinity. Give an "
-                "earlier checkpoint (resume=<path>)."
-            )
         return found
     if cfg.resume == "best" and find_newest(home) is not None:
         raise ConfigError(
@@ -40,14 +30,6 @@ def checkpoint_of_name(cfg: DictConfig) -> Path:
             "(checkpoint=best) do. Use resume=last, or give resume=<path>."
         )
     raise ConfigError(f"resume={cfg.resume}: no checkpoint found under {home}. Train first, or give resume=<path>.")
-
-
-def _nonfinite(checkpoint: Path) -> str | None:
-    """The first of the weights that are not finite; sharded weights, which are in other files, are not read."""
-    loaded: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    weights = loaded.get("state_dict", {})
-    tensors = ((name, value) for name, value in weights.items() if isinstance(value, torch.Tensor))
-    return next((name for name, value in tensors if not torch.isfinite(value).all()), None)
 
 
 def module_of_run(cfg: DictConfig) -> DictConfig:
@@ -91,36 +73,15 @@ def _module_of(checkpoint: Path) -> DictConfig | None:
 
 
 @contextmanager
-def weights_that_fit(cfg: DictConfig, checkpoint: str) -> Generator[None]:
+def weights_that_fit(checkpoint: str) -> Generator[None]:
     """Explain, inside the block, that a checkpoint has other weights than the module."""
     try:
         yield
     except RuntimeError as exc:
         if "loading state_dict for" not in str(exc):
             raise
+        _, *lines = [line.strip().rstrip(". ") for line in str(exc).splitlines() if line.strip()]
         raise ConfigError(
-            f"resume={checkpoint} does not fit the module: {_difference(str(exc))}.{_other_options(cfg, checkpoint)}"
+            f"resume={checkpoint} does not fit the module: {lines[0] if lines else exc}. Give the module the options "
+            "that it was trained with, or add config=run, which takes them from that run."
         ) from exc
-
-
-def _difference(error: str) -> str:
-    """The first difference in torch's error."""
-    if found := _MISMATCH.search(error):
-        return f"{found[1]} has shape {found[2]} in the checkpoint and {found[3]} in the module"
-    lines = [line.strip().rstrip(". ") for line in error.splitlines() if line.strip()]
-    return lines[1 if len(lines) > 1 else 0]
-
-
-def _other_options(cfg: DictConfig, checkpoint: str) -> str:
-    """Which options of the module were others in the checkpoint's run, and how to take those."""
-    then = None
-    with suppress(ConfigError):
-        then = _module_of(Path(checkpoint))
-    if then is None:
-        return " Give the module the options that it was trained with."
-    keys = [*cfg.module, *(key for key in then if key not in cfg.module)]
-    other = [key for key in keys if cfg.module.get(key) != then.get(key)]
-    told = [
-        f"module.{key} is {cfg.module.get(key, 'not given')} here, {then.get(key, 'not given')} there" for key in other
-    ]
-    return f" {'; '.join(told)}. Add config=run to take the module's configuration from that run." if told else ""

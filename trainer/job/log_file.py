@@ -163,11 +163,8 @@ def described(exc: BaseException) -> dict[str, Any]:
 
 
 def _last_line(exc: BaseException) -> str:
-    """The exception's name and text; of a group also those of its exceptions."""
-    line = traceback.format_exception_only(exc)[-1 if isinstance(exc, SyntaxError) else 0].strip()
-    line = line.removeprefix("| ")
-    inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
-    return f"{line}: {'; '.join(map(_last_line, inner))}" if inner else line
+    """The exception's name and text."""
+    return traceback.format_exception_only(exc)[-1 if isinstance(exc, SyntaxError) else 0].strip()
 
 
 def sentence_of(exc: BaseException) -> str | None:
@@ -197,7 +194,7 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
     told = traceback.TracebackException.from_exception(exc, compact=True)
     parts = [told]
     for part in parts:  # which grows
-        parts += filter(None, (part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())))
+        parts += filter(None, (part.__cause__, part.__context__))
     own = {id(part): [frame for frame in part.stack if not is_library(frame.filename)] for part in parts}
     if not any(own.values()):
         own[id(told)] = told.stack[-1:]

@@ -110,7 +110,7 @@ def run(cfg: DictConfig) -> Result:
     parts = build(cfg)
     started_in = environment(node_devices(parts.trainer.strategy)) if parts.trainer.is_global_zero else {}
     log_config(parts.trainer, cfg)
-    with graceful_stop(parts.trainer), weights_that_fit(cfg, checkpoint) if checkpoint else nullcontext():
+    with graceful_stop(parts.trainer), weights_that_fit(checkpoint) if checkpoint else nullcontext():
         metrics, predictions = work(parts, cfg, checkpoint)
     result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint, environment=started_in)
     if parts.trainer.is_global_zero:

@@ -8,12 +8,11 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 
-import torch
 from omegaconf import DictConfig
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests, ha
 from ...strategies.distributed.processes import Process, RankProcesses, status_of
 from ...strategies.distributed.store import hosted_store
 from ...strategies.distributed.survivors import Agent, Board
-from ..config.checks import AUTO, LaunchPlan, strategy_name
+from ..config.checks import LaunchPlan, strategy_name
 from ..job.log_file import Interrupted, loss, report, run_log, tell_stop
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
@@ -109,40 +108,17 @@ END_S = 30.0
 
 
 def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
-    """Start one worker per process, and wait for the result; without a device that fails for good, if that is allowed.
+    """Start one worker per process, and wait for the result.
 
     Raises:
-        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed, and none can be left out.
+        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed.
     """
-    while True:
-        num_processes = plan.num_processes
-        assert num_processes is not None
-        try:
-            run_workers(cfg, num_processes, can_fork(plan))
-            return Result.read(cfg.run_dir)
-        except WorkerError as exc:
-            least = cfg.launcher.min_processes
-            if exc.rank is None or least is None or num_processes <= least:
-                raise
-            cfg = without_rank(cfg, exc.rank, plan.devices, len(plan.devices) // num_processes)
-            plan = LaunchPlan.of(cfg)
-            logger.warning(
-                "rank %d failed for good (%s): going on with %d processes, devices=%s.",
-                exc.rank, exc, plan.num_processes, cfg.devices,
-            )  # fmt: skip
-        finally:
-            keep_snapshot(cfg)
-
-
-def without_rank(cfg: DictConfig, rank: int, devices: Sequence[torch.device], each: int) -> DictConfig:
-    """Return the configuration with which the other ranks, of `each` devices, go on from the newest checkpoint."""
-    left = [*devices[: rank * each], *devices[(rank + 1) * each :]]
-    cfg = cfg.copy()
-    cfg.devices = len(left) if all(device.type == "cpu" for device in left) else [device.index for device in left]
-    cfg.resume = AUTO
-    if "devices" in cfg.trainer:
-        cfg.trainer.devices = cfg.devices
-    return cfg
+    assert plan.num_processes is not None
+    try:
+        run_workers(cfg, plan.num_processes, can_fork(plan))
+        return Result.read(cfg.run_dir)
+    finally:
+        keep_snapshot(cfg)
 
 
 def can_fork(plan: LaunchPlan) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ class Odd(pl.LightningModule):
     def misbehave(self):
         if self.fault == "Ctrl-C":
             atexit.register(os.kill, os.getpid(), signal.SIGINT)
-        if self.fault == "group":
-            raise ExceptionGroup("two readers", [OSError("first"), ExceptionGroup("rest", [KeyError("second")])])
         if self.fault == "GeneratorExit":
             raise GeneratorExit("enough")
         if self.fault.startswith("exit"):
@@ -64,19 +61,10 @@ def run(folder: Path, *words: str) -> Any:
     return warm_python.run(*command(folder, *words), env=environment(folder), cwd=folder)
 
 
-GROUP = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no ExceptionGroup")
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
     [
-        pytest.param(
-            "group", 1,
-            "ExceptionGroup: two readers (2 sub-exceptions): OSError: first; "
-            "ExceptionGroup: rest (1 sub-exception): KeyError: 'second'",
-            marks=GROUP,
-        ),
         ("GeneratorExit", 1, "GeneratorExit: enough"),
         ("exit 3", 3, "SystemExit: 3"),
         ("exit 0", 1, "SystemExit: 0"),

@@ -1,4 +1,4 @@
-"""What ended a run is in its log and its result, the user's frames first; a run that diverged is not gone on from."""
+"""What ended a run is in its log and its result, the user's frames first."""
 
 import errno
 import json
@@ -132,16 +132,9 @@ def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig, m
     assert is_first(cfg, 0, "KeyError: 1")
 
 
-@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
-def test_resume_last_takes_the_newest_checkpoint_unless_its_run_has_diverged(value: float, tmp_path: Path) -> None:
-    # A run went on from weights of nan, and said nothing.
+def test_resume_last_takes_the_newest_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run" / "last.ckpt"
     path.parent.mkdir()
-    weights = {"layer.weight": torch.tensor([0.0, value]), "steps": torch.tensor(3)}
-    VerifiedCheckpointIO().save_checkpoint({"state_dict": weights}, path)
+    VerifiedCheckpointIO().save_checkpoint({"state_dict": {"steps": torch.tensor(3)}}, path)
     cfg = OmegaConf.create({"log_dir": str(tmp_path.parent), "name": tmp_path.name, "resume": "last"})
-    if value == 1.0:
-        assert checkpoint_of_name(cfg) == path
-        return
-    with pytest.raises(ConfigError, match=r"of a run that diverged: layer.weight contains nan or infinity"):
-        checkpoint_of_name(cfg)
+    assert checkpoint_of_name(cfg) == path

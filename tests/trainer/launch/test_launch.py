@@ -190,14 +190,6 @@ def test_what_uses_an_accelerator_is_not_forked(devices: list[str], forks: bool)
 
 
 @pytest.mark.long
-def test_a_failure_of_those_that_went_on_without_a_rank_is_told(tmp_path: Path) -> None:
-    # Cause: the result of the rank that was left out was taken for the first of the same attempt.
-    with running(tmp_path, "module._target_=launched.Raises", "launcher.min_processes=1") as run:
-        assert run.wait(300) == 1, run.output.read_text()
-        assert failure_of(run) == (0, "KeyError: 'rank 0 had enough'")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "status"),
     [

@@ -126,18 +126,3 @@ def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(ConfigError, match=r"needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         resolved_words(words, TorchElasticEnvironment())
-
-
-@pytest.mark.long
-def test_a_device_that_fails_for_good_is_left_out(tmp_path: Path) -> None:
-    words = [
-        "+module.fault=kill", "strategy.batch_size_is=global", "launcher.min_processes=1", "trainer.max_epochs=1",
-        "checkpoint=every_n_steps", "checkpoint.every_n_steps=1",
-    ]  # fmt: skip
-    with running(tmp_path, *words) as run:
-        assert run.wait(300) == 0, run.output.read_text()
-        steps = [(rank, step) for rank, _, step in run.lines()]
-    assert "rank 1 failed for good" in run.output.read_text()
-    assert "going on with 1 processes, devices=1" in run.output.read_text()
-    assert [step for rank, step in steps if rank == 1] == list(range(4))
-    assert [step for rank, step in steps if rank == 0] == [*range(4), *range(3, 128)]
