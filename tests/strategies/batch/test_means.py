@@ -54,16 +54,3 @@ def test_half_precision_neither_overflows_nor_changes_its_type() -> None:
 def test_weights_that_cannot_be_honoured_are_refused(weight: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evener.mean(VALUES, weight=weight)
-
-
-def test_a_mode_of_torch_sees_the_mean() -> None:
-    seen: list[object] = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        evener.mean(VALUES)
-    assert evener.mean in seen
