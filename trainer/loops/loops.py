@@ -209,8 +209,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         else:
             if "on_train_batch_start" in plan.work:
                 skip = plan.call("on_train_batch_start", batch, batch_idx) == -1
-                ranks = ranks_of(self.trainer.strategy)
-                if ranks is not None and skip:  # one alone would leave the others
+                if skip and (ranks := ranks_of(self.trainer.strategy)) is not None:  # one alone would leave the others
                     ranks.group.wait(f"-1 of on_train_batch_start in batch {batch_idx}", "Return -1 on all ranks.")
             if step.tells_strategy:
                 plan.call_as("on_train_batch_start", plan.strategy.on_train_batch_start, batch, batch_idx)
