@@ -69,21 +69,6 @@ def test_evaluation_calls_the_same_hooks() -> None:
     assert_same(run(Trainer, evaluate, "none"), run(pl.Trainer, evaluate, "none"))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_module_logs() -> None:
-    # the compiler failed in Lightning's `log`, which reads signatures
-    torch._dynamo.reset()
-
-    def logged(is_compiled: bool) -> dict[str, float]:
-        torch.manual_seed(0)
-        module: Any = SmallModule()
-        trainer = quiet()
-        trainer.fit(torch.compile(module, backend="eager") if is_compiled else module, loader(), loader())
-        return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-    assert logged(True) == pytest.approx(logged(False), rel=1e-5)
-
-
 class SaveAt(pl.Callback):
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
@@ -150,14 +135,3 @@ def test_a_callback_added_in_a_step_gets_the_end_of_its_batch(kind: type[pl.Trai
     module = Adds()
     quiet(kind).fit(module, loader(), loader(10))
     assert module.ended == [3, 4, 5]
-
-
-def test_a_writer_of_predictions_may_be_among_the_callbacks_of_a_fit() -> None:
-    # failed before in the validation: AttributeError of Lightning's loop of evaluation
-    class Writer(pl.callbacks.BasePredictionWriter):
-        def write_on_batch_end(self, *args: Any) -> None:
-            raise AssertionError("nothing is predicted")
-
-    trainer = quiet(Trainer, max_epochs=1, callbacks=[Writer("batch")])
-    trainer.fit(SmallModule(), loader(), loader(10))
-    assert trainer.global_step > 0
