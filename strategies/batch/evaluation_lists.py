@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
-from ..core.module_state import copied
 from ..core.patching import Replacement
 from .part_lists import Added, Appended, Join, Key, PartLists, given_lists, with_loss
 from .tree import Path, children, rebuild, walk
@@ -56,19 +55,13 @@ class EvaluationLists:
         self._num = 0.0
         self._has_begun = False
         self._hook: Replacement | None = None
-        self._counted: dict[str, set[str]] = {}
-        """By step, the numbers to which it adds."""
         self._are_samples: dict[tuple[str, Path], bool] = {}
         """By step and list, whether elements are samples: parts of a single one don't show it."""
-
-    def learn(self, step: str, counters: set[str]) -> None:
-        """Learn to which numbers of the module a step of evaluation adds: those of ranks are added up."""
-        self._counted.setdefault(step, set()).update(counters)
 
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
         self._parts = [PartLists([vars(part) for part in lightning_modules(module)])]
-        self._has_begun, self._module, self._gather = False, module, self._gather_ranks
+        self._has_begun, self._gather = False, self._gather_ranks
         if self._hook is not None:  # of an evaluation that has failed
             self._hook.remove()
         loop = module.trainer._evaluation_loop
@@ -85,14 +78,11 @@ class EvaluationLists:
         self._batch, self._num, self._has_begun = batch or (self._batch[0], number), num, True
 
     def _take(self) -> None:
-        """Note what the root's step on the last batch has appended and counted, or what there is before the first."""
+        """Note what the root's step on the last batch has appended, or what there is before the first."""
         if self._has_begun:
             self._parts[0].take(self._batch, self._num)
-            self._counters.take(self._num > 0)
-            return
-        self._parts[0].begin()
-        step = "test_step" if self._module.trainer.testing else "validation_step"
-        self._counters = Counters(self._module, self._counted.get(step, ()) if self._gather is not None else ())
+        else:
+            self._parts[0].begin()
 
     @contextmanager
     def of_replicas(
@@ -168,60 +158,17 @@ class EvaluationLists:
         return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
 
     def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
-        """Whether any rank has something to gather, all together not too much; adds up what ranks have counted."""
+        """Whether any rank has something to gather; all together not too much."""
         size = sum(value.nbytes for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray)))
-        ranks = gather((any(map(any, parts)), size, _on_host(self._counters.added())))
-        self._counters.put([added for *_, added in ranks])
-        total = sum(size for _, size, _ in ranks) * rest / 2**20
+        ranks = gather((any(map(any, parts)), size))
+        total = sum(size for _, size in ranks) * rest / 2**20
         if total > self._limit_mb:
             raise ConfigError(
                 f"{self._strategy}: lists that evaluation steps append to hold {total:,.0f} MiB over all ranks, and "
                 f"strategy.gather_lists_mb={self._limit_mb:g} are gathered at most. Use a metric of torchmetrics, or "
                 "raise it, if the host's memory holds as much for each rank."
             )
-        return any(has for has, *_ in ranks)
-
-
-class Counters:
-    """Numbers, or tensors of them, to which steps of an evaluation add, such as `self.correct += ...`.
-
-    Args:
-        names: of attributes, each with its module's path.
-    """
-
-    def __init__(self, module: pl.LightningModule, names: Collection[str]) -> None:
-        places = [name.rpartition(".") for name in sorted(names)]
-        self._places = [(vars(module.get_submodule(path)), key) for path, _, key in places]
-        self._device = module.device
-        self._first = self._last = self._values()
-
-    def _values(self) -> list[Any]:
-        """Copies of what they are."""
-        found = [space.get(key) for space, key in self._places]
-        return [copied(value) if isinstance(value, Tensor) else value for value in found]
-
-    def take(self, counts: bool) -> None:
-        """Undo what a step has added that ran on samples of other ranks."""
-        if not counts:
-            self._give(self._last)
-        self._last = self._values()
-
-    def added(self) -> list[Any]:
-        """What was added by this rank."""
-        return [last - first for first, last in zip(self._first, self._last, strict=True)]
-
-    def put(self, of_ranks: Sequence[list[Any]]) -> None:
-        """Have the module hold what all ranks have added, which is on the host."""
-        totals = list[Any]()
-        for first, last, *added in zip(self._first, self._last, *of_ranks, strict=True):
-            device = last.device if isinstance(last, Tensor) else self._device
-            moved = [one.to(device) if isinstance(one, Tensor) else one for one in (first, *added)]
-            totals.append(sum(moved[1:], start=moved[0]))
-        self._give(totals)
-
-    def _give(self, values: Sequence[Any]) -> None:
-        for (space, key), value in zip(self._places, values, strict=True):
-            space[key] = value
+        return any(has for has, _ in ranks)
 
 
 class BatchLists:

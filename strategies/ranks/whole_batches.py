@@ -104,7 +104,7 @@ class WholeBatches:
     def begin_run(self, plans: list[Plan] | None) -> None:
         """Begin a run; `plans` say what its losses divide by, if that is known."""
         strategy = self._strategy
-        self.of_ranks = WholeSteps(strategy.strategy_name, "on the first rank", self.of_chunks.allowed)
+        self.of_ranks = WholeSteps(strategy.strategy_name, "no faster than one rank", self.of_chunks.allowed)
         has_parts = strategy.world_size > 1 or strategy.layout.cut_by or weighs_in_loop(strategy.trainer)
         self.is_open = plans is None and bool(has_parts)
         self._before = self._samples = self.evaluation = self._has_changed = self.seen_ranks = self._loader = None

@@ -28,6 +28,7 @@ from ..tree import Path, walk
 from ..whole.over_batch import end_of_step
 from .cuts import Cuts, Tried, said
 from .differences import are_alike, differences, gradients, small_parameters, tolerance, unlike
+from .module_state import Written
 from .plans import OF_SAMPLES, Part, Plan, proposals
 from .program_finder import ProgramFinder
 from .programs import RETURNED, Site
@@ -180,8 +181,6 @@ class StepComparison:
                 f"fixed length,{self._view} or set {self._option} to train nevertheless."
             )
         self._verify_given(tried)
-        if self._trial.of_ranks and not self._trains:
-            verdict.counters = _counters(tried)
         self._verify_written(tried, verdict)
         is_joined = not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization
         if is_joined or not self._trains:
@@ -387,7 +386,9 @@ class StepComparison:
         lost = [name for name, (first, *others) in left.items() if any(unlike(first, one) for one in others)]
         saved = [name for name in (names if in_turn else found) if any(one and one.is_saved for one in written[name])]
         refused = saved if self._trains else []
-        if found and not (refused or by_rank) and self._reads(tried, lost):
+        if by_rank:
+            self._verify_kept(tried, [name for name in found if name in lost or not _is_attribute(written[name])])
+        elif found and not refused and self._reads(tried, lost):
             refused = [*lost, *found]
         if refused:
             by = "in each micro-batch" if in_turn else "by the samples of its part of a batch"
@@ -401,6 +402,21 @@ class StepComparison:
                 f"{self._name}: {self._trial.step} leaves {', '.join(lost[:3])} otherwise in parts of a batch than in "
                 "the whole one. Use self.log, a metric of torchmetrics, or return it from the step."
             )
+
+    def _verify_kept(self, tried: Tried, names: Sequence[str]) -> None:
+        """Refuse ranks that each keep what a step of evaluation adds up: what it changes again on the same samples."""
+        if not names:
+            return
+        before = tried.whole.written
+        again, same = tried.again(list(before.values())).written, tried.again().written
+        for name in names:
+            own, *others = (one.get(name) for one in (before, again, same))
+            has_changed, is_random = (own and one and unlike(one.contents, own.contents) for one in others)
+            if has_changed and not is_random:
+                raise PartsDiffer(
+                    f"{self._name}: {self._trial.step} adds up {name}, of which each rank would have its own. Use a "
+                    "metric of torchmetrics, or append to a list of the module"
+                )
 
     def _reads(self, tried: Tried, names: Sequence[str]) -> bool:
         """Whether the next step computes otherwise with what one of the steps has left than with another's.
@@ -442,21 +458,9 @@ def _without_lists(value: Any) -> Any:
     return None if type(value) is list else tuple(map(_without_lists, value)) if type(value) is tuple else value
 
 
-def _counters(tried: Tried) -> set[str]:
-    """The numbers, attributes of modules, to which parts of a batch add what the whole one does."""
-    found = set[str]()
-    for name, whole in tried.whole.written.items():
-        before: Any = whole.owner.get(whole.key)
-        after = [part.written.get(name) for part in tried.parts]
-        values = [before, whole.contents, *(before if one is None else one.contents for one in after)]
-        if "_parameters" in whole.owner and all(  # of the module's own attributes
-            isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) for value in values
-        ):
-            with suppress(RuntimeError):  # of other shapes
-                added = sum((value - before for value in values[2:]), start=before)
-                if not unlike(added, whole.contents):
-                    found.add(name)
-    return found
+def _is_attribute(steps: Sequence[Written | None]) -> bool:
+    """Whether what steps have written is an attribute of a module, whose lists are joined."""
+    return any(one is not None and "_parameters" in one.owner for one in steps)
 
 
 def _uneven(steps: Sequence[Ran]) -> set[str]:

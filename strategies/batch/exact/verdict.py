@@ -26,7 +26,6 @@ class Verdict:
         told: lines for the log.
         unused: whether some trained parameters take no part in a loss.
         programs: of logged values.
-        counters: the attributes to which parts of an evaluation's batch add what the whole one does.
         failed: whether nothing could be compared; as the step has `raised` an error, perhaps.
         in_chunks: whether parts of ranks are right, and chunks of these are not.
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
@@ -47,7 +46,6 @@ class Verdict:
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
     appends: set[Path] = field(default_factory=set[Path])
-    counters: set[str] = field(default_factory=set[str])
     failed: bool = False
     raised: bool = False
     in_chunks: bool = False

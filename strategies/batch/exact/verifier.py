@@ -122,7 +122,6 @@ def find_evaluated(
         structure = strategy.structures.of_batch(trainer, loader)
         verdict = StepComparison(strategy, structure, step, loader, together).verdict(batch, views, rest)
     found: Verdict = share(verdict)
-    strategy.structures.lists.learn(step, found.counters)
     if found.unlike and allowed:
         found.refusal, found.unlike = found.refusal or found.unlike, ""
     _told(found, is_first)

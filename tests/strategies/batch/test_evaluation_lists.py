@@ -132,8 +132,25 @@ def test_lists_of_ranks_hold_one_device_s_batches_on_every_rank(
         assert_one_devices(found, 9)
 
 
+class Evaluator:
+    """Counts what it is given, as those of detection and of language models do."""
+
+    def __init__(self) -> None:
+        self.hits: list[Any] = []
+        self.classes = {"seen": 0}
+
+    def update(self, logits: Any, y: Any) -> None:
+        self.hits.append(logits.argmax(1) == y)
+        self.classes["seen"] += len(y)
+
+    def computed(self) -> list[float]:
+        found = [torch.cat(self.hits).double().mean().item(), self.classes["seen"]]
+        self.hits, self.classes = [], {"seen": 0}
+        return found
+
+
 class Counting(Net):
-    """Adds to numbers and a tensor, in its steps of evaluation, and clears them in two ways."""
+    """Adds to numbers and a tensor, in its steps of evaluation, clears them in two ways, and has an evaluator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,10 +158,12 @@ class Counting(Net):
         self.total: Any = 0.0
         self.counts = torch.zeros(3)
         self.ends: list[Any] = []
+        self.evaluator = Evaluator()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
         logits = self(x)
+        self.evaluator.update(logits, y)
         self.right += (logits.argmax(1) == y).sum().item()
         self.num += len(y)
         self.total += torch.nn.functional.cross_entropy(logits, y, reduction="sum")
@@ -154,7 +173,7 @@ class Counting(Net):
         self.counts.zero_()
 
     def on_validation_epoch_end(self) -> None:
-        self.ends.append((self.right, self.num, float(self.total), self.counts.tolist()))
+        self.ends.append((self.right, self.num, float(self.total), self.counts.tolist(), self.evaluator.computed()))
         self.right, self.num, self.total = 0, 0, 0.0
 
 
@@ -172,7 +191,7 @@ def _counted_by_rank(strategy: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
-def test_counters_of_ranks_are_one_devices_on_every_rank(strategy: Any) -> None:
+def test_what_evaluations_add_up_is_one_device_s_on_every_rank(strategy: Any) -> None:
     expected = _counted(SingleDeviceStrategy(), 1)
     assert [end[1] for end in expected] == [4, 9, 9]
     for found in run_ranks(_counted_by_rank, 3, strategy):  # of the last batch, of one sample, two ranks have none
