@@ -30,7 +30,7 @@ from ..core.patching import replaced
 from ..core.types import Batch
 from ..data.shares import RankShares
 from ..distributed.metrics.part_numbers import Part
-from ..distributed.metrics.sync import MetricSync, RunMetrics
+from ..distributed.metrics.sync import RunMetrics
 from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.sync_batchnorm import SyncedBatchNorm
@@ -92,12 +92,12 @@ class RankStep(StepContract):
     def count_ranks(self, num_ranks: int) -> None:
         """Share what comes next among so many ranks."""
         self.shares.regroup(num_ranks)
-        self.metrics.sync.is_whole = num_ranks == 1
+        self.metrics.is_whole = num_ranks == 1
         self._count_ranks(num_ranks)
 
     def begin_pass(self) -> None:
         """Begin a pass over loaders."""
-        self.metrics.sync.begin_pass(self._module)
+        self.metrics.begin_pass(self._module)
         self._num_evaluated.clear()
 
     def _part(self) -> Part:
@@ -123,7 +123,7 @@ class RankStep(StepContract):
 
     @override
     def begin_batch(self, dataloader_idx: int) -> None:
-        """Read this rank's share of the global batch from its next batch, and tell metrics which batch that is."""
+        """Read this rank's share of the global batch from its next batch."""
         trainer, shares = self._trainer, self.shares
         self.reader.values.calls.clear()
         stage = trainer.state.stage  # by identity: Lightning's properties compare the names of stages
@@ -133,26 +133,20 @@ class RankStep(StepContract):
                 combined = trainer.predict_loop._combined_loader if joins else None
                 shares.begin_batch(combined, dataloader_idx)
             return
-        trains, metrics = stage is RunningStage.TRAINING, self.metrics
+        trains = stage is RunningStage.TRAINING
         combined: Any = (trainer.fit_loop if trains else trainer._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
-        metrics.steps.begin_batch(shares.counts)
-        step = 0 if trains else self._begin_evaluated(dataloader_idx)
-        if not trains and not shares.counts:  # the rank only joins in what the steps of others need
-            return
-        if metrics.sync.watched:
-            num_trained: Any = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-            # Lightning counts a training batch after this
-            metrics.sync.begin_batch((num_trained + 1, 0, 0) if trains else (num_trained, dataloader_idx, step))
+        self.metrics.begin_batch(shares.counts)
+        if not trains:
+            self._begin_evaluated(dataloader_idx)
 
-    def _begin_evaluated(self, loader: int) -> int:
-        """Learn which global batch of a loader is next, and return its number; -1 if the order of ranks is unknown."""
+    def _begin_evaluated(self, loader: int) -> None:
+        """Learn which global batch of a loader is next."""
         shares = self.shares
         known = None if shares.current is None else shares.current.step
         self.evaluated = loader, self._num_evaluated[loader] if known is None else known
         self._num_evaluated[loader] += shares.counts
         self._strategy.structures.lists.begin_batch(self.evaluated, 1.0 if shares.num is None else shares.num)
-        return -1 if known is None else known
 
     def others_run(self, call: str) -> bool:
         """Whether other ranks make a call, too; refuse it if some, without samples of what is evaluated, don't."""
@@ -199,7 +193,7 @@ class RankStep(StepContract):
         if counts:
             output = self._own_step(*args, **kwargs)
         else:
-            with zero_weight_step(module, self.metrics.sync):
+            with zero_weight_step(module, self.metrics):
                 output = self._own_step(*args, **kwargs)
             reader.values.calls[-1] = {}, {}  # nothing of what a stand-in logs counts
         module_weighs = weight_in(output) is not None
@@ -249,7 +243,7 @@ class RankStep(StepContract):
             if layout.cuts_evaluation(step) or step == "predict_step":
                 return self._strategy.whole_batches.of_chunks.run(step, call)
             return self.reader.values.recorded(step, self.evaluated[0], self._module, call)
-        with zero_weight_step(self._module, self.metrics.sync, silent=True):
+        with zero_weight_step(self._module, self.metrics, silent=True):
             getattr(self._module, step)(*args, **kwargs)
         return None
 
@@ -321,7 +315,7 @@ class RankStep(StepContract):
 
 
 @contextmanager
-def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool = False) -> Generator[None]:
+def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool = False) -> Generator[None]:
     """Run a step with weight zero: its attributes stay, as on ranks that have samples, and it leaves no other trace.
 
     Buffers and metrics are restored, none of those that ranks synchronize counts the step, what it logs has no weight,
@@ -343,7 +337,7 @@ def zero_weight_step(module: pl.LightningModule, sync: MetricSync, silent: bool 
             stack.enter_context(received((log, log_nothing if silent else log.without_weight) for log in logs))
             for _, state in metrics:
                 del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
-            stack.enter_context(sync.counting(metrics))
+            stack.enter_context(run.counting(metrics))
             yield
     finally:
         for own, before in buffers:  # the step may have put others in their place

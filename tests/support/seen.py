@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tiny import Tiny
 
 from evener.trainer import Result, main
@@ -34,13 +33,6 @@ def events(run: Result | Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(file), size_guidance=sizes)
     accumulator.Reload()
     return accumulator
-
-
-def charts(log: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """The layout as TensorBoard reads it: category → chart → regular expressions."""
-    event = log.Tensors("custom_scalars__config__")[-1]  # as TensorBoard's plugin does
-    read = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    return {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in read.category}
 
 
 def raw_points(folder: Path) -> list[tuple[str, int, float]]:

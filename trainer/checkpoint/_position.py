@@ -8,7 +8,7 @@ States of k ranks are carried over to k' ranks: first to one device's state, the
 | position and order of the training loaders | rank 0's, the same on all | the same on all |
 | gradients of an unfinished step | the mean over ranks | the same on all; DDP takes their mean |
 | sum of loss weights of that step | the sum over ranks | all of it on rank 0 |
-| torchmetrics' metrics, accumulated over the epoch | combined in the order of batches | all of it on rank 0 |
+| torchmetrics' metrics, accumulated over the epoch | merged in the order of ranks | all of it on rank 0 |
 | means and sums of `self.log`, and which metrics it logs | the sum over ranks | an equal part on each |
 | which steps get whole batches, and the metrics logged last | rank 0's | the same on all |
 """
@@ -30,8 +30,7 @@ from ...strategies.batch.whole.whole_steps import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import is_metric
-from ...strategies.distributed.metrics.states import Mark, MetricStates, resumed_states
-from ...strategies.distributed.metrics.sync import MetricSync
+from ...strategies.distributed.metrics.states import MetricStates, resumed_states
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging.series import on_other_ranks
@@ -137,15 +136,12 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
 
 def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
     """Read what is no random stream and no gradient; metrics and values are the ones that go on changing."""
-    loader, sync = trainer.fit_loop._combined_loader, _metric_sync(trainer)
+    loader = trainer.fit_loop._combined_loader
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return {
         "loaders": [] if loader is None else _positions(trainer, loader),
         "weights": epoch_loop.automatic_optimization.total,
-        "metrics": {
-            name: MetricStates.of(metric, [] if sync is None else sync.marks_of(metric)).to_dict()
-            for name, metric in _metrics(trainer.lightning_module)
-        },
+        "metrics": {name: MetricStates.of(metric).to_dict() for name, metric in _metrics(trainer.lightning_module)},
         "results": epoch_loop._results.capture(),
         "logged": dict(trainer.callback_metrics),
         "whole_steps": sorted(whole.names) if (whole := _whole(trainer)) else [],
@@ -168,13 +164,9 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
     epoch_loop._results.restore(state["results"])
     if whole := _whole(trainer):
         whole.go_on(state.get("whole_steps", []))  # files of earlier versions have none
-    sync = _metric_sync(trainer)
     for name, metric in _metrics(module):
         if name in state["metrics"]:
-            saved = MetricStates.read(state["metrics"][name])
-            saved.give(metric)
-            if sync is not None:
-                sync.restore_marks(metric, [Mark((0, *mark.place), mark.sizes) for mark in saved.marks])
+            MetricStates.read(state["metrics"][name]).give(metric)
     epoch_loop.automatic_optimization.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
@@ -203,12 +195,6 @@ def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, An
         elif ahead and isinstance(part, ReadAhead):
             states[i] = part.before
     return states
-
-
-def _metric_sync(trainer: Any) -> MetricSync | None:
-    """The strategy's exchange of metrics between ranks; it knows which batches their states come from."""
-    ranks = ranks_of(trainer.strategy)
-    return None if ranks is None else ranks.contract.metrics.sync
 
 
 def _whole(trainer: pl.Trainer) -> WholeSteps | None:

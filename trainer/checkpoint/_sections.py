@@ -238,7 +238,7 @@ class _Before:
         self._owners = [
             *loops, *counters, automatic, loops[1]._results, loops[2]._results, trainer,
             trainer.state, trainer._logger_connector, trainer._logger_connector._exchange, trainer.lightning_module,
-            contract, contract.metrics.sync, trainer.strategy.structures.lists,
+            contract, contract.metrics, trainer.strategy.structures.lists,
         ]  # fmt: skip
         self._kept = Kept(())
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}

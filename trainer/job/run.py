@@ -29,7 +29,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.find import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
-from ..loggers.tensorboard import TensorBoardLogger, hyperparameters, in_order, overridden
+from ..loggers.tensorboard import TensorBoardLogger, hyperparameters, in_order
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
 from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
@@ -188,8 +188,6 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig, again: bool = False) -> Non
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(cfg))
         if isinstance(logger, TensorBoardLogger):
-            logger.log_layout(cfg.monitor)
-            logger.differing = overridden(cfg)
             told = [*cfg.tags, *([cfg.notes] if cfg.notes else [])]
             for name, text in (("config", OmegaConf.to_yaml(cfg)), ("notes", "\n".join(told))):
                 if text and not again:  # then it is in the file

@@ -4,7 +4,7 @@
 |---|---|
 | step values with `sync_dist=True`, all keys together | end of a training step |
 | values that follow from sums over the batch (batch/exact/values.py) | with these; in evaluation at the epoch's end |
-| step values of metrics; all step values, if a rank had no samples | end of such a training step |
+| step values of metrics with `sync_dist=True` | end of such a training step |
 | step values of evaluation, where ranks may have unequal numbers of batches | end of the epoch |
 | sums of the epoch, with one collective for all keys; metrics exchange their own states | end of the epoch |
 | what shows whether ranks have trained alike | with these, after the last hooks of training |
@@ -64,8 +64,7 @@ class Exchange:
         if results.ranks is None:  # this rank has gone on alone within the batch
             results.flush()
             return
-        share = results.share
-        if not (results.pending or self._has_sums or (share is not None and share.some_empty)):
+        if not (results.pending or self._has_sums):
             return
         values = _values(results)
         may_sum = self._has_sums and not self.has_ended and values.calls
@@ -77,10 +76,8 @@ class Exchange:
             shared = [one for one in last if one.series.meta.sync.group is group]
             self._exchange_together(results, shared, programs if group is None else {}, group)
         logged = results.flush()
-        if share is not None and share.some_empty and not self.has_ended:
-            _exchange_steps(results, logged, share.num)
-        elif logged and results.shares_steps:
-            _exchange_steps(results, logged, None)
+        if logged and results.shares_steps:
+            _exchange_metrics(results, logged)
 
     def _exchange_together(self, results: LeanResults, shared: list[Logged], programs: Programs, group: Any) -> None:
         """Exchange step values, and what programs need, by one collective; all ranks have the same keys in order."""
@@ -260,22 +257,14 @@ def _over_ranks(kind: str, values: Tensor, weights: Tensor) -> Tensor:
     return values.sum() if kind == "sum" else values.amax() if kind == "max" else values.amin()
 
 
-def _exchange_steps(results: LeanResults, logged: Sequence[Logged], num: float | None) -> None:
-    """Make step values of metrics, and all on a rank of `num` 0 samples (None: all have some), the global batch's."""
+def _exchange_metrics(results: LeanResults, logged: Sequence[Logged]) -> None:
+    """Make the step values of metrics the global batch's."""
     of_batch, own, all_series = {id(one.series) for one in logged}, dict[str, Sent](), cast(Any, results)
     for key, series in all_series.items():
-        if id(series) not in of_batch:
-            continue
-        if (states := _states(series, results)) is not None:
+        if id(series) in of_batch and (states := _states(series, results)) is not None:
             own[key] = states
-        elif num and isinstance(value := series.step_value(), Tensor):
-            own[key] = _sums(series.kind if series.is_tensor else "own", value, num)
-    if num is None and not own:
-        return
-    for key, parts in _by_name(gather_objects(own)).items():
-        series = all_series.get(key)
-        if series is not None and series.on_step and (num == 0 or parts[0][0].kind == "metric"):
-            series.last = _shown(parts, results).to(series.device)
+    for key, parts in _by_name(gather_objects(own)).items() if own else ():
+        all_series[key].last = _shown(parts, results).to(all_series[key].device)
 
 
 def _states(series: Series, results: LeanResults) -> Sent | None:

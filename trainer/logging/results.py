@@ -21,7 +21,7 @@ from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import callbacks_of
 from ...strategies.data.sampling import Share
-from ...strategies.distributed.metrics.steps import MetricSteps
+from ...strategies.distributed.metrics.sync import RunMetrics
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import ranks_of
 from .series import Entry, Series, default_dtype, of_earlier_version
@@ -82,10 +82,10 @@ class LeanResults(_ResultCollection):
         return ranks_of(self.trainer.strategy) if self.trainer.world_size > 1 else None
 
     @property
-    def metric_steps(self) -> MetricSteps | None:
+    def metric_steps(self) -> RunMetrics | None:
         """What computes the values of metrics for one global batch; None if ranks do not share batches."""
         ranks = ranks_of(self.trainer.strategy)
-        return None if ranks is None else ranks.contract.metrics.steps
+        return None if ranks is None else ranks.contract.metrics
 
     @override
     @torch.compiler.disable  # as Lightning's
@@ -157,14 +157,16 @@ class LeanResults(_ResultCollection):
         size: Any = 1
         if series.counts_samples:
             size = given if given is not None else self.batch_size or self._count_samples()
-        pending = self.pending
+        pending, share, before = self.pending, self.share, series.last
         if not series.add(value, size, pending is not None):
             return False
         if pending is not None and (series.is_tensor or series.on_step):
             copy = series.last if series.is_tensor else None
-            pending.append(Logged(series, value, copy, size, given is not None, self.share))
+            pending.append(Logged(series, value, copy, size, given is not None, share))
             if not self.training:
                 series.logged = pending[-1]
+            if share is not None and not share.num and not series.shared:  # it shows the last batch that it has seen
+                series.last = before
         return True
 
     def flush(self) -> list[Logged]:

@@ -222,18 +222,12 @@ class Series:
 
 
 def of_earlier_version(entry: Mapping[str, Any]) -> Entry:
-    """Read an entry that a checkpoint has; earlier versions kept other names, or several readings of `batch_size`."""
-    if "sums" not in entry:
-        state = entry["state"]
-        sums = {"value": state["value"], "weight": state.get("cumulated_batch_size", 0), "kind": entry["reduce_fx"]}
-        return {**entry, "sums": sums, "last": state.get("_forward_cache")}
-    sums: dict[str, Any] = entry["sums"]
-    value, weight = sums["value"], sums["weight"]
-    if "own" in sums and not sums["own"] and sums["smallest"] == sums["largest"]:
-        value, weight = sums["constant_value"], sums["constant_weight"]
-    elif "own" in sums and sums["own"] and sums["kind"] == "mean":
-        value, weight = value + sums["more_value"], weight + sums["more_weight"]
-    return {**entry, "sums": {"kind": sums["kind"], "value": value, "weight": weight}}
+    """Read an entry that a checkpoint has; those of the first versions kept other names."""
+    if "sums" in entry:
+        return {**entry}
+    state = entry["state"]
+    sums = {"value": state["value"], "weight": state.get("cumulated_batch_size", 0), "kind": entry["reduce_fx"]}
+    return {**entry, "sums": sums, "last": state.get("_forward_cache")}
 
 
 def on_other_ranks(ranks: Sequence[dict[str, Entry]], num_ranks: int) -> dict[str, Entry]:

@@ -1,5 +1,5 @@
-"""Compute metrics of torchmetrics over all ranks, exactly and in the order of one device.
+"""Compute metrics of torchmetrics over all ranks, exactly.
 
-Exports: states, steps, sync.
+Exports: states, sync.
 May import: distributed, core.
 """

@@ -5,12 +5,11 @@ weight. One device gives it one number, the mean over all samples. Each rank's n
 
     self.train_loss.update(loss)     rank 0, 3 samples: 3/4     rank 1, 1 sample: 1/4     sum 1, as on one device
 
-The largest, the smallest or the list of such numbers is not known of parts, and their sum may be a sum of means. What a
-hook gives outside of a batch counts once if all ranks give the same, which shows where their states are combined.
+Counts given to a `SumMetric` add up. The largest, the smallest or the list of such numbers is not known of parts. What
+a hook gives counts once, if all ranks give the same, which shows where their states are merged.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from numbers import Integral, Number
 from typing import Any
@@ -21,7 +20,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 
 from ...core.errors import ConfigError
-from ...core.patching import Replacement, replaced
+from ...core.patching import Replacement
 from .states import GIVEN, MetricStates
 
 _ROUNDING = 1e-6
@@ -54,18 +53,15 @@ class WeighedUpdate:
     def _update(self, metric: BaseAggregator, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         number, *weights = (*args, *kwargs.values())
         kinds: set[str] = vars(metric).setdefault(GIVEN, set())
+        weight = 1.0
         if not (isinstance(number, Number) or (isinstance(number, Tensor) and not number.dim())):
             kinds.add("sample")
-        elif not weights and (weight := self._weight(metric, number, kinds)) != 1.0:  # else that of the part
-            with ExitStack() as stack:  # by its states, as not all metrics take a weight into account
-                before = {name: vars(metric)[name] for name in ("mean_value", "weight")}
-                for name, value in before.items():
-                    stack.enter_context(replaced(metric, name, torch.zeros_like(value)))
-                update(number)
-                now = {name: value.add(vars(metric)[name], alpha=weight) for name, value in before.items()}
-            vars(metric).update(now)
-            return
+        elif not weights:  # else that of the part
+            weight = self._weight(metric, number, kinds)
+        before = {name: vars(metric)[name].clone() for name in ("mean_value", "weight") if weight != 1.0}
         update(*args, **kwargs)
+        for name, value in before.items():  # by its states, as not all metrics take a weight into account
+            setattr(metric, name, value.lerp(vars(metric)[name], weight))
 
     def _weight(self, metric: BaseAggregator, number: Any, kinds: set[str]) -> float:
         """What a number counts for; note what it is."""
@@ -73,9 +69,9 @@ class WeighedUpdate:
         is_whole = not number.is_floating_point() if isinstance(number, Tensor) else isinstance(number, Integral)
         adds, is_mean = isinstance(metric, SumMetric) and is_whole, isinstance(metric, MeanMetric)
         if hook == "epoch" or (hook and not adds and not is_mean):
-            kinds.add("count" if adds else "whole")
+            kinds.add("whole")
             return 1.0
-        # counts add up; a rank without samples undoes its step; one value was squeezed
+        # a rank without samples undoes its step; one value was squeezed
         if adds or fraction == 1.0 or not (hook or fraction) or (is_one and "sample" in kinds):
             return 1.0
         if not is_mean:
@@ -96,24 +92,23 @@ def verified(metric: Metric, ranks: Sequence[MetricStates]) -> Sequence[MetricSt
     Raises:
         ConfigError: it isn't known whether the numbers are a sample's, a rank's or the global batch's.
     """
-    name, kinds = type(metric).__name__, {kind for rank in ranks for kind in rank.given}
-    if {"sample"} in (given := [rank.given for rank in ranks]) and {"number"} in given:
+    name, given = type(metric).__name__, [rank.given for rank in ranks]
+    if {"sample"} in given and {"number"} in given:
         raise ConfigError(
             f"{name} was given one value per sample on a rank, but a number on another, which had one sample of each "
             "batch: it isn't known whether that is a sample's or the batch's. Give it tensors of shape (samples,), "
             "with squeeze(1) in place of squeeze(), say."
         )
-    if not kinds & {"whole", "count"} or not any(rank.num_updates for rank in ranks):
+    if not any("whole" in kinds for kinds in given) or not any(rank.num_updates for rank in ranks):
         return ranks
     first, *others = (rank.values for rank in ranks)
     are_alike = all(len(own) == len(first) and all(map(_is_alike, own, first)) for own in others)
-    if kinds == ({"whole"} if are_alike else {"count"}):
-        return ranks[:1] if are_alike else ranks
-    told = "the same whole numbers" if are_alike else "different numbers"
+    if are_alike and all(kinds <= {"whole"} for kinds in given):
+        return ranks[:1]
     raise ConfigError(
-        f"{name} was given numbers by a hook, outside of a step, and ranks have {told}, of which one "
-        "device's isn't known. Update it in the step with one value per sample, give it what is the same on all ranks "
-        "(self.trainer.strategy.reduce(value) is) as a float, or log the number with self.log."
+        f"{name} was given numbers by a hook, and others in steps or on other ranks, of which one device's isn't "
+        "known. Update it in the step with one value per sample, give it what is the same on all ranks "
+        "(self.trainer.strategy.reduce(value) is), or log the number with self.log."
     )
 
 

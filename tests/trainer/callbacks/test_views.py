@@ -12,8 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
-from seen import SHORT, charts, events
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from seen import SHORT, events
 from tiny import Points, Tiny, quiet
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
@@ -25,7 +24,6 @@ from evener.trainer.callbacks.start_up import batch_line
 from evener.trainer.job import run as run_module
 from evener.trainer.job.log_file import run_log
 from evener.trainer.job.result import short_path, show_summary
-from evener.trainer.loggers.tensorboard import layout
 
 
 class Line(Tiny):
@@ -50,40 +48,6 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = ["strategy=dp", "devices=2", "callbacks=gradient_norm", "trainer.limit_train_batches=6"]
     home = f"log_dir={tmp_path_factory.mktemp('logs')}"
     return train(compose([*SHORT, home, *options, "trainer.max_epochs=2", "trainer.log_every_n_steps=2"]))
-
-
-def shown(log: EventAccumulator, category: str, chart: str) -> set[str]:
-    """The tags that a chart shows, matched as TensorBoard's custom_scalars plugin does."""
-    expressions = charts(log)[category][chart]
-    return {tag for tag in log.Tags()["scalars"] if any(re.match(e, tag) for e in expressions)}
-
-
-def test_the_layout_opens_on_loss_and_metrics(digits: Result) -> None:
-    log = events(digits)
-    assert list(charts(log)) == ["Loss and metrics", "Speed", "Devices", "Optimizer"]
-    assert shown(log, "Loss and metrics", "loss") == {"train/loss", "val/loss"}
-    assert shown(log, "Loss and metrics", "metrics") == {"val/acc"}
-    assert shown(log, "Loss and metrics", "monitored: val/loss") == {"val/loss"}
-    assert shown(log, "Speed", "samples per second") == {"speed/samples_per_s"}
-    assert shown(log, "Speed", "step time in ms") == {"speed/step_ms", "speed/data_wait_ms"}
-    assert shown(log, "Devices", "share of the batch") == {"balance/share_0", "balance/share_1"}
-    assert shown(log, "Devices", "peak memory in MiB") == {"device/peak_memory_mib_0", "device/peak_memory_mib_1"}
-    assert shown(log, "Optimizer", "learning rate") == {"lr-AdamW"}
-    assert shown(log, "Optimizer", "gradient norm") == {"gradient/norm"}
-
-
-def test_a_chart_shows_its_tags_alone() -> None:
-    charts = layout("val.acc")
-    tags = ["val.acc", "val_acc", "speed/step_ms", "device/peak_memory_mib_0", "balance/share_1", "balance/efficiency",
-            "gradient/norm", "lr-SGD", "epoch", "epochs_without_errors", "valLoss"]  # fmt: skip
-    for category, chart, expected in (
-        ("Devices", "share of the batch", ["balance/share_1"]),
-        ("Loss and metrics", "loss", ["valLoss"]),
-        ("Loss and metrics", "metrics", ["val.acc", "val_acc", "epochs_without_errors"]),
-        ("Loss and metrics", "monitored: val.acc", ["val.acc"]),
-    ):
-        (expression,) = charts[category][chart][1]
-        assert [tag for tag in tags if re.match(expression, tag)] == expected
 
 
 def test_speed_has_a_point_per_log_point(digits: Result) -> None:

@@ -130,7 +130,7 @@ class Recorded(pl.LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        order = self.order.compute()
+        order = self.order.compute().sort().values  # ranks join in their own order
         self.log("mean", self.mean.compute())
         self.log("order", (order * torch.arange(1, 1 + len(order))).sum())
         self.mean.reset()

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from seen import SHORT, charts, events
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from seen import SHORT, events
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tiny import Tiny, quiet
 
@@ -16,31 +15,11 @@ from evener.trainer.callbacks import Histograms
 from evener.trainer.loggers import TensorBoardLogger
 
 
-def titles(log: EventAccumulator) -> dict[str, list[str]]:
-    return {category: list(found) for category, found in charts(log).items()}
-
-
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Two epochs of digits on one device, with histograms."""
     options = ["test_after_fit=true", "trainer.max_epochs=2", "callbacks=histograms"]
     return train(compose([*SHORT, f"log_dir={tmp_path_factory.mktemp('logs')}", *options]))
-
-
-def test_a_chart_appears_with_its_first_value_and_nothing_is_written_before(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    logger.log_layout("val/loss")
-    logger.log_metrics({"train/loss": 1.0}, step=0)
-    logger.log_metrics({"train/loss": 0.5}, step=1)
-    logger.finalize("success")
-    assert titles(events(tmp_path)) == {"Loss and metrics": ["loss"]}
-    assert len(events(tmp_path).Tensors("custom_scalars__config__")) == 1
-    logger.log_metrics({"val/loss": 1.0, "balance/share_0": 0.5}, step=1)
-    logger.close()
-    assert titles(events(tmp_path)) == {
-        "Loss and metrics": ["loss", "monitored: val/loss"],
-        "Devices": ["share of the batch"],
-    }
 
 
 def test_sub_runs_of_earlier_configurations_are_refused(tmp_path: Path) -> None:
