@@ -18,9 +18,8 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from typing_extensions import override
 
 from ..core.devices import is_out_of_memory
-from ..core.errors import ConfigError, PartsDiffer
+from ..core.errors import PartsDiffer
 from ..core.module_checks import is_metric, metrics_of
-from ..core.module_state import metric_state
 from ..core.no_value import no_value
 from ..core.patching import Replacement, replaced
 from ..core.types import Sizes
@@ -78,7 +77,7 @@ class PartMetrics:
         self._arguments = _Arguments()
         self.rows = set[Path]()
         """The arguments that are rows of samples, by call and name; a part of one sample may squeeze them."""
-        self._is_first, self._is_alone = True, False
+        self._is_alone = False
         self._replaced = [
             Replacement(metric, method, partial(self._called, metric, method))
             for metric in self.found
@@ -150,10 +149,8 @@ class PartMetrics:
         if self._is_alone:
             return {key: call.given for key, (call,) in groups.items()}
         joined = {key: self._joined(key, same, loss) for key, same in groups.items()}
-        with self._undone():
-            for key, given in joined.items():
-                self._give(groups[key], given)
-        self._is_first = False
+        for key, given in joined.items():
+            self._give(groups[key], given)
         return joined
 
     def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> dict[int | str, Any]:
@@ -223,20 +220,6 @@ class PartMetrics:
                     stand_in.known = value[name]
             elif returned is not None:
                 returned.known = value
-
-    @contextmanager
-    def _undone(self) -> Generator[None]:
-        """Have metrics that fail in the first step count nothing of it, so that they may be given the whole batch."""
-        found = self.found if self._is_first else []
-        states = [(metric, metric_state(metric)) for one in found for metric in metrics_of(one)]
-        try:
-            yield
-        except Exception as exc:
-            if not self._is_first or isinstance(exc, ConfigError) or is_out_of_memory(exc):
-                raise
-            for metric, state in states:
-                vars(metric).update(state)
-            raise PartsDiffer(f"{self._strategy}: a metric fails on joined parts of a batch ({exc})") from exc
 
 
 class _Arguments(Joiner):

@@ -1,7 +1,7 @@
 """Direct what a LightningModule logs: to whoever stores it, or to a step that combines the values of several parts.
 
     self.log(...) → ModuleLog → receiver   a step on replicas or micro-batches: records, logs once for the whole batch
-                                           a rank without samples: `without_weight`, or nobody
+                                           an evaluation's stand-in for samples: nobody
                               → keep       nobody is set: the module's own `log`, or the trainer's faster one
 
 It is set on a module once per run. A step only names a receiver, so nothing of the module is replaced while it runs.
@@ -13,16 +13,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from .patching import Replacement, replaced
 
 LOG_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """The arguments of `log` after the module, name and value, in order."""
-
-_NEUTRAL = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 Receiver = Callable[..., None]
 """Takes the arguments of `self.log`."""
@@ -43,14 +40,6 @@ class ModuleLog(Replacement):
     def keep(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Store a value."""
         self.own(name, value, *args, **options)
-
-    def without_weight(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Store that a value was logged, without changing anything: for a rank that has no samples of a batch.
-
-        Means get weight 0, sums 0, maxima -inf, minima +inf.
-        """
-        options.update(zip(LOG_OPTIONS, args, strict=False))
-        self.keep(name, _neutral(value, options.get("reduce_fx", "mean")), **{**options, "batch_size": 0})
 
 
 def module_log(module: pl.LightningModule) -> ModuleLog:
@@ -85,13 +74,3 @@ def restore_logs(module: nn.Module) -> None:
 
 def log_nothing(*_: Any, **__: Any) -> None:
     """Take what nobody stores."""
-
-
-def _neutral(value: Any, reduce_fx: Any) -> Any:
-    """A value that leaves the epoch's as it is; of the same dtype, by which ranks exchange them."""
-    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    number = _NEUTRAL.get(kind, 0.0)
-    if isinstance(value, Tensor):
-        dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
-        return torch.full_like(value.detach(), number, dtype=dtype)
-    return number if isinstance(value, (int, float)) else value

@@ -318,11 +318,12 @@ class RankStep(StepContract):
 def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool = False) -> Generator[None]:
     """Run a step with weight zero: its attributes stay, as on ranks that have samples, and it leaves no other trace.
 
-    Buffers and metrics are restored, none of those that ranks synchronize counts the step, what it logs has no weight,
-    and what it appends to lists of the module is removed.
+    Buffers and metrics are restored, none of those that ranks synchronize counts the step, and what it appends to lists
+    of the module is removed.
 
     Args:
-        silent: whether it logs nothing at all: in an evaluation ranks may log different names.
+        silent: whether it logs nothing at all: in an evaluation ranks may log different names. In training what it logs
+            takes part in exchanges, and counts for nothing.
     """
     buffers = [(part._buffers, dict(part.named_buffers(recurse=False))) for part in module.modules()]
     kept = Kept((), [(buffer, copied(buffer)) for buffer in module.buffers()])
@@ -334,7 +335,7 @@ def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool =
                 if isinstance(layer, SyncedBatchNorm):
                     stack.enter_context(replaced(layer, "counts", False))
             metrics = stack.enter_context(kept_metrics(module))
-            stack.enter_context(received((log, log_nothing if silent else log.without_weight) for log in logs))
+            stack.enter_context(received((log, log_nothing) for log in logs if silent))
             for _, state in metrics:
                 del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
             stack.enter_context(run.counting(metrics))

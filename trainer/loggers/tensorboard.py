@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import pytorch_lightning as pl
 import pytorch_lightning.loggers as pl_loggers
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +11,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
-from ...strategies import STRATEGIES, ConfigError
+from ...strategies import STRATEGIES
 from ...strategies.core.options import Count
 
 SUFFIX = ".evener"
@@ -49,21 +48,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         flat: Mapping[str, Any] = params if isinstance(params, Mapping) else vars(params)
         # metrics given here are not logged as scalars: they would add a point at step 0 to each metric's curve
         self.hparams = {**cast("dict[str, Any]", self.hparams), **flat}
-
-    @override
-    @rank_zero_only
-    def log_graph(self, model: pl.LightningModule, input_array: Any = None) -> None:
-        """Show the module's graph in the GRAPHS tab, if `log_graph` is set.
-
-        Raises:
-            ConfigError: the module has no example input.
-        """
-        if self._log_graph and input_array is None and model.example_input_array is None:
-            raise ConfigError(
-                f"logger.tensorboard.log_graph=true needs an example input, and {type(model).__name__} sets none. Set "
-                "self.example_input_array to a tensor in the module, or log_graph=false."
-            )
-        super().log_graph(model, input_array)
 
     @rank_zero_only
     def log_text(self, name: str, text: str) -> None:

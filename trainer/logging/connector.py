@@ -50,7 +50,6 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results: LeanResults | None = None
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
-        self._weightless: ModuleLog | None = None
         self.collected: dict[str, dict[str, Any]] = {}
         self.is_exchanged = False
         """Whether ranks have exchanged all that was logged before the end of the evaluation that comes next."""
@@ -79,10 +78,7 @@ class LeanLoggerConnector(_LoggerConnector):
         if ranks is not None:
             results.pending = []
             self._exchange.begin_batch()
-            share = results.share = ranks.contract.shares.current
-            log = vars(self.trainer.lightning_module).get("log") if share is not None and not share.num else None
-            if isinstance(log, ModuleLog):  # what hooks log has no weight either, as in a step without samples
-                log.receiver, self._weightless = log.without_weight, log
+            results.share = ranks.contract.shares.current
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
@@ -114,8 +110,6 @@ class LeanLoggerConnector(_LoggerConnector):
         if results is not None:
             results.flush()
             results.pending = None
-        if self._weightless is not None:
-            self._weightless.receiver = self._weightless = None
 
     def log_train_step(self, num_steps: int) -> None:
         """Send a step's values to the loggers every `log_every_n_steps` of the batches that stepped the optimizer."""

@@ -175,8 +175,8 @@ class LeanResults(_ResultCollection):
         if not taken:
             return []
         self.pending = []
-        for logged in taken:
-            if logged.copy is not None:
+        for logged in taken:  # what a rank without samples has logged in their place counts for nothing
+            if logged.copy is not None and (logged.share is None or logged.share.num):
                 logged.series.count(logged.copy, self.weight(logged))
         return taken
 
