@@ -7,7 +7,7 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, PearsonCorrCoef
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.wrappers import Running
 
@@ -80,7 +80,21 @@ def merged_states(metric: Metric, ranks: Sequence[MetricStates], joins: bool = T
     Raises:
         ConfigError: a state is reduced by a plain mean, and ranks have different values of it.
     """
-    return {name: _merged(metric, name, ranks, joins) for name in metric._reductions}
+    merged = {name: _merged(metric, name, ranks, joins) for name in metric._reductions}
+    return {**merged, **_widened_deviations(merged)} if isinstance(metric, PearsonCorrCoef) else merged
+
+
+def _widened_deviations(states: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Measure the largest deviations from the mean of all ranks, by which torchmetrics scales the statistics.
+
+    It takes each rank's from the rank's own mean. That is 0 where a rank has equal values only, and the result NaN.
+    """
+    num, found = states["n_total"], dict[str, Tensor]()
+    for axis in "xy":
+        means, own = states[f"mean_{axis}"], states[f"max_abs_dev_{axis}"]
+        offsets = (means - (num * means).sum(0) / num.sum(0).clamp_min(1)).abs()
+        found[f"max_abs_dev_{axis}"] = torch.where(num > 0, own + offsets, own)
+    return found
 
 
 def _merged(metric: Metric, name: str, ranks: Sequence[MetricStates], joins: bool) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric, PearsonCorrCoef
+from torchmetrics import Metric
 from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import Running
@@ -125,8 +125,6 @@ class RunMetrics:
         ranks = [own if rank == here else other.to(metric.device) for rank, other in enumerate(sent)]
         for name, state in merged_states(metric, verified(metric, ranks)).items():
             setattr(metric, name, state)
-        if isinstance(metric, PearsonCorrCoef):
-            _widen_deviations(metric)
 
     def _own(self, metric: Metric) -> MetricStates:
         """What this rank sends of a metric: in a step that does not count, what it had before or, if reset, nothing."""
@@ -190,19 +188,6 @@ class RunMetrics:
 def _metric_classes(kind: type[Metric] = Metric) -> set[type[Metric]]:
     """Return all classes of metrics of this process, `Metric` included."""
     return {kind}.union(*map(_metric_classes, kind.__subclasses__()))
-
-
-def _widen_deviations(metric: PearsonCorrCoef) -> None:
-    """Measure the largest deviations from the mean of all ranks, by which torchmetrics scales the statistics.
-
-    It takes each rank's from the rank's own mean. That is 0 where a rank has equal values only, and the result NaN.
-    """
-    num: Any = metric.n_total
-    for axis in "xy":
-        means: Any = getattr(metric, f"mean_{axis}")
-        own: Any = getattr(metric, f"max_abs_dev_{axis}")
-        offsets = (means - (num * means).sum(0) / num.sum(0).clamp_min(1)).abs()
-        setattr(metric, f"max_abs_dev_{axis}", torch.where(num > 0, own + offsets, own))
 
 
 def _refuse_as_loss(metric: str, gradient: Tensor) -> None:
