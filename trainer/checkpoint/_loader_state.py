@@ -19,6 +19,7 @@ from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from typing_extensions import override
 
 from ...strategies.core import rng
@@ -185,7 +186,12 @@ class Resumable(_Around):
         return batches
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+        fetch = next_of(batches)
+        while True:
+            try:
+                batch = fetch()
+            except StopIteration:
+                return
             self._position += 1
             yield batch
 
@@ -280,3 +286,22 @@ def _placed(units: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     for unit in in_one_order(units, 0, lambda value: value):
         yield place, unit
         place += num_samples(unit)
+
+
+def next_of(iterator: Any) -> Callable[[], Any]:
+    """What does what `next(iterator)` does, without the record that a DataLoader's makes for torch's profiler.
+
+    Not if `__next__` is patched, a profiler runs, or torch counts what a dataset without a length yields.
+    """
+    recorded: Callable[[], Any] = iterator.__next__
+    if type(iterator).__next__ is not _BaseDataLoaderIter.__next__ or iterator._dataset_kind == _DatasetKind.Iterable:
+        return recorded
+
+    def fetch() -> Any:
+        if iterator._sampler_iter is None or torch.autograd._profiler_enabled():
+            return recorded()
+        batch = iterator._next_data()
+        iterator._num_yielded += 1
+        return batch
+
+    return fetch

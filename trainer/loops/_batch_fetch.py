@@ -13,6 +13,7 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
+from ..checkpoint._loader_state import next_of
 from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, may_be_lean, overridden
 
 
@@ -39,6 +40,8 @@ class OneLoader:
     def __init__(self, fetcher: _DataFetcher) -> None:
         self.fetcher = fetcher
         self.combined: Any = fetcher.combined_loader._iterator
+        self._iterator: Any = None
+        self._next: Callable[[], Batch] = self.__next__
 
     @classmethod
     def of(cls, fetcher: _DataFetcher) -> "OneLoader | None":
@@ -61,8 +64,11 @@ class OneLoader:
             StopIteration: the loader is exhausted.
         """
         combined, fetcher = self.combined, self.fetcher
+        iterator = combined.iterators[0]
+        if iterator is not self._iterator:
+            self._iterator, self._next = iterator, next_of(iterator)
         try:
-            batch = next(combined.iterators[0])
+            batch = self._next()
         except StopIteration:
             if type(combined) is _MaxSizeCycle:
                 combined._consumed[0] = True
