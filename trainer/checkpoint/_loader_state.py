@@ -28,6 +28,7 @@ from ...strategies.data.streams import Around, Divided, Stream
 from ._data_worker import Seeded, start_workers
 from .file_io import CheckpointError
 
+_NEXT = _BaseDataLoaderIter.__next__
 _POSITION = {"position", "seed", "start", "generators"}
 
 
@@ -294,7 +295,7 @@ def next_of(iterator: Any) -> Callable[[], Any]:
     Not if `__next__` is patched, a profiler runs, or torch counts what a dataset without a length yields.
     """
     recorded: Callable[[], Any] = iterator.__next__
-    if type(iterator).__next__ is not _BaseDataLoaderIter.__next__ or iterator._dataset_kind == _DatasetKind.Iterable:
+    if type(iterator).__next__ is not _NEXT or iterator._dataset_kind == _DatasetKind.Iterable:
         return recorded
 
     def fetch() -> Any:
