@@ -1,11 +1,10 @@
-"""Compare persistent replicas with replication in every step and with one device, and count copied parameters.
+"""Compare replicas with one device, and with nn.DataParallel on a GPU, and count copied parameters.
 
     python benchmarks/data_parallel.py
 
-    (a) a step of persistent replicas and a step that replicates the module, like torch's nn.DataParallel
-    (b) a training step of two CPU replicas and of one device, dominated by computation
-    (c) number of parameters copied in evaluation and in accumulation steps
-    (d) with a GPU: [cuda:0, cuda:0] and nn.DataParallel(device_ids=[0, 0]); [cuda:0, cpu]; peak memory of the root
+    (a) a training step of two CPU replicas and of one device, dominated by computation
+    (b) number of parameters copied in evaluation and in accumulation steps
+    (c) with a GPU: [cuda:0, cuda:0] and nn.DataParallel(device_ids=[0, 0]); [cuda:0, cpu]; peak memory of the root
 
 All variants run interleaved in one process, round by round, on one intra-op thread; the table shows medians and the
 quartiles of the rounds' ratios.
@@ -28,9 +27,6 @@ from evener.strategies import (
     BalancedDataParallelStrategy,
     DataParallelStrategy,
     SingleDeviceStrategy,
-    parallel_apply,
-    replicate,
-    scatter,
 )
 from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even
@@ -105,20 +101,6 @@ def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Cal
     return step
 
 
-def replicating_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Callable[[], None]:
-    """A step that replicates the module, like torch, with the primitives that run on any device."""
-    optimizer = module.configure_optimizers()
-
-    def step() -> None:
-        chunks = scatter(batch[0], devices)
-        outputs = parallel_apply(replicate(module, devices), chunks, devices=devices)
-        optimizer.zero_grad()
-        torch.stack([output.to(devices[0]) for output in outputs]).mean().backward()
-        optimizer.step()
-
-    return step
-
-
 def torch_step(module: Mlp, batch: Any) -> Callable[[], None]:
     """A step of torch's nn.DataParallel on one GPU given twice."""
     parallel, optimizer = nn.DataParallel(module, device_ids=[0, 0]), module.configure_optimizers()
@@ -129,18 +111,6 @@ def torch_step(module: Mlp, batch: Any) -> Callable[[], None]:
         optimizer.step()
 
     return step
-
-
-def small_batches(args: argparse.Namespace) -> None:
-    """(a)."""
-    print(f"(a) {args.layers} layers of width 16, batch of 8 on 2 CPU replicas: forward, backward and optimizer")
-    devices, batch = [torch.device("cpu")] * 2, (torch.randn(8, 16),)
-    modules = [Mlp(args.layers, 16) for _ in range(2)]
-    variants = {
-        "replicated in every step": replicating_step(modules[0], batch, devices),
-        "persistent replicas": persistent_step(modules[1], batch, devices),
-    }
-    report(interleaved(variants, args.rounds, 5), "replicated in every step", "persistent replicas")
 
 
 class StepSeconds(pl.Callback):
@@ -170,8 +140,8 @@ def make_trainer(strategy: Any, **options: Any) -> Trainer:
 
 
 def compute_bound(args: argparse.Namespace, batch_size: int) -> None:
-    """(b)."""
-    print(f"(b) 4 layers of width 512, batch of {batch_size}: training steps under the Trainer")
+    """(a)."""
+    print(f"(a) 4 layers of width 512, batch of {batch_size}: training steps under the Trainer")
     loader = DataLoader(TensorDataset(torch.randn(batch_size * 6, 512)), batch_size=batch_size)
     plans = {"dp, 2 CPU replicas": (DataParallelStrategy, 2), "one device": (SingleDeviceStrategy, 1)}
     seconds: dict[str, list[float]] = {name: [] for name in plans}
@@ -185,8 +155,8 @@ def compute_bound(args: argparse.Namespace, batch_size: int) -> None:
 
 
 def counted_copies() -> None:
-    """(c)."""
-    print("(c) parameters copied to 1 other device, of 8 parameters, in 12 batches with accumulate_grad_batches=4")
+    """(b)."""
+    print("(b) parameters copied to 1 other device, of 8 parameters, in 12 batches with accumulate_grad_batches=4")
     counts: list[int] = []
 
     class Count(pl.Callback):
@@ -203,10 +173,10 @@ def counted_copies() -> None:
 
 
 def on_gpu(args: argparse.Namespace) -> None:
-    """(d)."""
+    """(c)."""
     gpu = torch.device("cuda", 0)
     batch = (torch.randn(8, 16, device=gpu),)
-    print(f"(d) {args.layers} layers of width 16, batch of 8 on [cuda:0, cuda:0]")
+    print(f"(c) {args.layers} layers of width 16, batch of 8 on [cuda:0, cuda:0]")
     modules = [Mlp(args.layers, 16).to(gpu) for _ in range(2)]
     variants = {
         "nn.DataParallel": torch_step(modules[0], batch),
@@ -229,20 +199,19 @@ def on_gpu(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run all parts that this machine supports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=200, help="layers of (a)")
+    parser.add_argument("--layers", type=int, default=200, help="layers of (c)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
-    small_batches(args)
     for batch_size in (256, 1024):
         compute_bound(args, batch_size)
     counted_copies()
     if torch.cuda.is_available():
         on_gpu(args)
     else:
-        print("(d) not run: this machine has no GPU")
+        print("(c) not run: this machine has no GPU")
 
 
 if __name__ == "__main__":

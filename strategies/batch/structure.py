@@ -7,9 +7,9 @@ object with `split(sizes)`            cut by itself; so are torch_geometric's ba
 mapping, namedtuple, dataclass        a structure; so are other lists, and those in which all is as long as the batch
 anything else                         shared: all chunks have it
 
-Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the loader's
-`batch_size`, if a value is as long, else the number of rows of the first tensor outside of lists, else the length of
-the first list.
+Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the number of
+rows of a tensor outside of lists, or without these the length of a list: the loader's `batch_size`, if one is as long,
+else that of the first.
 
 The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a
 shared tensor whose number of rows then becomes another is not cut, but refused by name.
@@ -152,7 +152,7 @@ class BatchStructure:
         found = sorted(self._lengths(batch), key=lambda one: one[0])
         if found and found[0][0] == 0:
             return found[0][1]
-        lengths = [num for _, num in found]
+        lengths = [num for rank, num in found if rank == 1] or [num for _, num in found]
         return self._size if self._size in lengths else next(iter(lengths), None)
 
     def _lengths(self, value: Any, path: Path = (), in_list: bool = False) -> Iterator[tuple[int, int]]:

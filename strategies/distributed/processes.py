@@ -26,14 +26,17 @@ class RankProcesses:
     Args:
         poll_s: seconds between two looks at them, at most.
         grace_s: seconds that the others have to end after one has failed.
+        alone_s: seconds that they have after one has ended in order.
 
     Attributes:
         processes: one per rank.
+        late: the ranks that were killed because they had not ended in time after others had done so in order.
     """
 
-    def __init__(self, poll_s: float, grace_s: float) -> None:
+    def __init__(self, poll_s: float, grace_s: float, alone_s: float = math.inf) -> None:
         self.processes: list[Process] = []
-        self._poll_s, self._grace_s = poll_s, grace_s
+        self.late: list[int] = []
+        self._poll_s, self._grace_s, self._alone_s = poll_s, grace_s, alone_s
         self._deadline_s = math.inf
         self._frozen: set[int] = set()
         self._looked_s = 0.0
@@ -43,10 +46,12 @@ class RankProcesses:
 
         While `is_stopping`, one that fails does not end the others.
         """
-        failed: int | None = None
+        failed, ends_alone_s = None, math.inf
         while left := {rank: process for rank, process in enumerate(self.processes) if status_of(process) is None}:
             if failed is None and not is_stopping() and (failed := self._failed()) is not None:
                 self.end(signal.SIGTERM, self._grace_s)
+            elif len(left) < len(self.processes):
+                ends_alone_s = min(ends_alone_s, time.monotonic() + self._alone_s)
             if not math.isinf(self._deadline_s):
                 kill_frozen(process.pid for process in left.values() if process.pid is not None)
             elif time.monotonic() - self._looked_s > LOOK_S:
@@ -54,7 +59,8 @@ class RankProcesses:
                 before, self._frozen = self._frozen, set(filter(is_frozen, pids))
                 kill_frozen(before & self._frozen)
                 self._looked_s = time.monotonic()
-            if time.monotonic() > self._deadline_s:
+            if time.monotonic() > min(self._deadline_s, ends_alone_s):
+                self.late = self.late or ([*left] if failed is None else [])
                 self.end(signal.SIGKILL)
             self._wait(left)
         return self._failed() if failed is None else failed

@@ -135,6 +135,9 @@ def of(*extras: str, shape: str = "tuple", net: str = "", **more: Any) -> Case:
 
 TOGGLED, CONSTANT = Optimization(optimizer="manual_toggle"), (Log(where="eval", batch_size="constant"),)
 FOUND: dict[str, tuple[Spread, Case]] = {
+    "a list as long as the loader's batch_size was taken for the samples of a smaller batch": (
+        DDP, of("nested_lists", "views", eval_kind="iterable", eval_num=1, eval_batch_size=3)
+    ),
     "callbacks of Lightning's loop, which runs this step, read values before the ranks had met": (
         DDP, of(max_steps=3, resume_after=1)
     ),

@@ -62,6 +62,10 @@ class Line(tiny.Line):
         if "linger" in sys.argv and self.global_rank == 1:
             time.sleep(600)
 
+    def on_fit_end(self) -> None:
+        if "tarry" in sys.argv and self.global_rank == 1:
+            time.sleep(600)
+
     def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         self.log("test", self.loss(batch))
 
@@ -80,7 +84,7 @@ class TellStop(pl.Callback):
             file.write(f"{os.getpid()} {trainer.global_step}\n")
 
 
-BOUNDED = {"hang", "freeze0", "freeze1", "linger"}
+BOUNDED = {"hang", "freeze0", "freeze1", "linger", "tarry"}
 
 
 def make_trainer() -> Trainer:

@@ -86,7 +86,7 @@ class ScriptLauncher(_Launcher):
 
     Args:
         strategy: it has the devices.
-        timeout_s: most seconds from SIGTERM to the end of a rank.
+        timeout_s: seconds from the first end of a rank to that of the last.
         method: how they start; None chooses by the device.
     """
 
@@ -125,7 +125,7 @@ class ScriptLauncher(_Launcher):
         known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
         context: Any = multiprocessing.get_context(self._start_method)
         with scratch_directory() as folder, self._store() as variables:
-            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1)
+            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
             modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
             with forwarded_signals(ranks) as requests:
                 with forking() if self._start_method == "fork" else shared_by_name():
@@ -135,6 +135,12 @@ class ScriptLauncher(_Launcher):
                         process.start()
                         ranks.processes.append(process)
                 failed = ranks.join()
+            if ranks.late:
+                raise RankError(
+                    f"rank {', '.join(map(str, ranks.late))} did not end within {self._timeout_s:g} s after the "
+                    "others had, and was killed. See what on_fit_end, teardown and threads of the module and the "
+                    "callbacks do there."
+                )
             result = folder / "result"
             returned = unpack(trainer, known, result.read_bytes()) if result.exists() else STOPPED
             # a signal to the whole group also reaches ranks that have no handler yet

@@ -46,6 +46,7 @@ FAULTS = {
     # after the last collective nobody waited for it but the script, without end
     "linger": (1, rf"rank 1 did not arrive; it was at step 80, {AT_STEP} on_train_end"),
     "busy": (1, "rank 1 was ended by SIGKILL"),  # while rank 0 is at work
+    "tarry": (1, "rank 1 did not end within 3 s after the others had"),
     # a data worker that was stuck in its fork held the pipe by which the script waited for the rank
     "orphan": (1, "rank 1 was ended by SIGKILL"),
     # the script ended with "rank 1 exited with status 7", and status 1; on one device both statuses are these
@@ -57,7 +58,7 @@ FAULTS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=pytest.mark.slow) if name == "freeze1" else name for name in FAULTS]
+    "fault", [pytest.param(name, marks=pytest.mark.slow) if name in ("freeze1", "tarry") else name for name in FAULTS]
 )
 def test_a_rank_that_fails_or_ends_ends_its_script_which_says_why(tmp_path: Path, fault: str) -> None:
     status, told = FAULTS[fault]
