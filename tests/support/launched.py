@@ -1,5 +1,6 @@
 """What launched runs train in tests: a tiny module that tells what it does, and misbehaves where it is told to."""
 
+import atexit
 import json
 import os
 import signal
@@ -91,6 +92,25 @@ class Raises(Told):
         if self.trainer.global_step == 3:
             raise KeyError(f"rank {self.global_rank} had enough")
         return super().training_step(batch, batch_idx)
+
+
+class Odd(Told):
+    """Rank 0 misbehaves in its second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == 0:
+            self.misbehave()
+        return super().training_step(batch, batch_idx)
+
+    def misbehave(self) -> None:
+        if self.fault == "Ctrl-C":
+            atexit.register(os.kill, os.getpid(), signal.SIGINT)
+        if self.fault == "GeneratorExit":
+            raise GeneratorExit("enough")
+        if self.fault.startswith("exit"):
+            sys.exit({"exit 3": 3, "exit 0": 0, "exit text": "seen enough"}[self.fault])
+        if self.fault == "StopIteration":
+            next(iter([]))
 
 
 class FailsEarly(Told):

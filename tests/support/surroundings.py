@@ -6,6 +6,7 @@
 import os
 import re
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -58,6 +59,16 @@ class Terminal(AbstractContextManager["Terminal"]):
 
 
 JOB_ID = 4242
+SLURM_JOB = {
+    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1234",
+    "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+"""What the two tasks of a job find, beside their rank."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def install_slurm(folder: Path) -> None:

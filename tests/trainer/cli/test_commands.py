@@ -80,7 +80,7 @@ CANNOT_RUN = (
     "eval ", "ruff check", "pytest -m slow", "python -m build", "python -m torch.distributed.launch",  # run elsewhere
     "python src/eval.py", "pytest -p evener.trainer", "python tests/",  # others' files and packages
     "srun ", "[ $? -eq 138 ]", "python train.py -m hydra/launcher=submitit_slurm",  # SLURM: launch/test_slurm.py
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun", "torchrun --nnodes=2 ",  # machines: launch/test_two_machines.py
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun", "torchrun --nnodes=2 ",  # machines: launch/test_membership.py
     "python train.py hparams_search=optuna",  # study/test_search.py
 )  # fmt: skip
 """Beginnings of commands that can't run here, and why; they are composed or parsed instead."""

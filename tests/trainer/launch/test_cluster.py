@@ -1,6 +1,5 @@
 """Under torchrun, SLURM or Kubeflow a process is a rank already: it is recognised, and nothing is started twice."""
 
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 from launching import Run, running
 from regression import quiet_trainer
+from surroundings import SLURM_JOB, free_port
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
@@ -19,10 +19,7 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511",
 }  # fmt: skip
-SLURM = {
-    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1234", "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train", "SLURM_STEP_ID": "0",
-}  # fmt: skip
+SLURM = {**SLURM_JOB, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
 KUBEFLOW = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29511", "WORLD_SIZE": "2", "RANK": "1"}
 LAUNCHERS: dict[str, tuple[dict[str, str], list[str]]] = {
     "TorchElasticEnvironment": (TORCHRUN, ["devices=2"]),
@@ -73,11 +70,6 @@ def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(
         monkeypatch.setenv(name, value)
     assert detect_launcher() is None
     assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def test_two_pods_are_one_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -272,3 +273,48 @@ def test_a_data_worker_that_hangs_ends_with_its_run_and_its_rank_is_named(killed
         verify_gone(int(path.read_text()))
         if not killed:
             assert re.search(r"rank 1 is at step 3, .* waiting for a data worker\)", failure_of(run)[1])
+
+
+LISTENS = "0A"
+
+
+def listening(pids: set[int]) -> set[str]:
+    """Addresses, in hexadecimal as the kernel has them, on which processes listen."""
+    sockets = {
+        link.readlink().name[8:-1]
+        for pid in pids
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if link.is_symlink() and str(link.readlink()).startswith("socket:[")
+    }
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {line[1].partition(":")[0] for line in lines if line[3] == LISTENS and line[9] in sockets}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the sockets of processes from /proc")
+def test_the_command_and_its_workers_listen_on_the_loopback_only(tmp_path: Path) -> None:
+    with running(tmp_path, "++module.pause_s=0.05") as run:
+        run.wait_for_step(2)
+        found = listening({run.process.pid, run.pid_of(0), run.pid_of(1)})
+    assert found
+    assert found <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}, found
+
+
+@pytest.mark.long
+def test_a_second_command_with_the_same_directory_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    # both wrote the same files; one died with a ValueError, the other ended well
+    words = ("strategy=single_device", "devices=1", f"hydra.run.dir={tmp_path}/run", "trainer.max_epochs=1")
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    with running(tmp_path / "first", *words, "++module.pause_s=600") as first:
+        first.wait_for_step(0, num_ranks=1)
+        with running(tmp_path / "second", *words, "seed=12") as second:
+            assert second.wait(300) == 1
+            told = f"run_dir={tmp_path}/run is in use by process {first.process.pid} on "
+            assert told in second.output.read_text()
+        first.process.send_signal(signal.SIGKILL)
+        first.wait(300)
+    with running(tmp_path / "third", *words) as third:
+        assert third.wait(300) == 0, third.output.read_text()
+    assert not (tmp_path / "run" / ".lock").exists()

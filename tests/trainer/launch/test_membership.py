@@ -1,8 +1,9 @@
-"""Machines join and leave a run of torchrun, which ends as the run of one machine that was left alone."""
+"""Machines join, leave and restart runs of torchrun, and clusters end runs, which go on as if left alone."""
 
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,22 @@ from numbered_runs import (
     wait_until,
 )
 from pytorch_lightning.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from surroundings import SLURM_JOB, free_port
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
 from evener.trainer.launch.cluster import resolved_words
+
+NUM_BATCHES = NUM_EPOCHS * BATCHES_PER_EPOCH
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def machine(stack: ExitStack, folder: Path, name: str, port: int, strategy: str) -> Run:
     """Start an agent, as on another machine of the same file system."""
     (own := folder / name).mkdir()
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc-per-node=1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--max-restarts=100", "--monitor-interval=0.3",
+        *TORCHRUN, "--nnodes=1:4", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=job", "--max-restarts=100", "--monitor-interval=0.3",
         # agents that beat more often than torch's every 5 s keep a slow one from writing the state that they share
         "--rdzv-conf=is_host=0,last_call_timeout=5",
     ]  # fmt: skip
@@ -77,7 +82,7 @@ def prove(folder: Path, events: list[str], places: list[int], strategy: str) -> 
                 kill(machines.pop(int(event)))
                 allow(folder, max(place, reached(trained(record))))  # the others find out in the middle of the step
             wait_until(record, came_after(record, len(machines)), machines)
-        allow(folder, NUM_EPOCHS * BATCHES_PER_EPOCH)
+        allow(folder, NUM_BATCHES)
         for run in (undisturbed, *machines):
             assert run.wait(300) == 0, run.output.read_text()
     verify_same(folder, folder / "alone")
@@ -126,3 +131,87 @@ def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(ConfigError, match=r"needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         resolved_words(words, TorchElasticEnvironment())
+
+
+def fixed_machine(stack: ExitStack, folder: Path, node: int, port: int) -> Run:
+    """Start torchrun on one of two machines, with two ranks."""
+    (own := folder / str(node)).mkdir()
+    command = [
+        *TORCHRUN, "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", "--master-addr=127.0.0.1",
+        f"--master-port={port}", "--max-restarts=2", "--monitor-interval=0.2",
+    ]  # fmt: skip
+    words = [
+        "num_nodes=2", f"log_dir={folder}/logs", f"++module.record={folder}/record", "trainer.max_epochs=1",
+        "++module.pause_s=0.1", "checkpoint=every_n_steps", "checkpoint.every_n_steps=2",
+    ]  # fmt: skip
+    run = stack.enter_context(running(own, *words, command=command))
+    run.record = folder / "record"
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_machines_train_together_and_resume_after_a_worker_is_killed(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        port = free_port()
+        runs = [fixed_machine(stack, tmp_path, node, port) for node in range(2)]
+        runs[0].wait_for_step(5, timeout_s=300, num_ranks=4)
+        os.kill(next(pid for rank, pid, _ in runs[0].lines() if rank == 3), signal.SIGKILL)
+        for run in runs:
+            assert run.wait(200) == 0, "\n".join(each.output.read_text() for each in runs)
+        steps = [step for rank, _, step in runs[0].lines() if rank == 0]
+    restart = next(i for i in range(1, len(steps)) if steps[i] <= steps[i - 1])
+    assert steps[restart] >= 4, "it went on from a checkpoint"
+    assert steps[restart] % 2 == 0
+    assert steps[restart:] == list(range(steps[restart], 32))
+    assert len(list(tmp_path.glob("logs/*/*/*"))) == 1
+    assert len(list(tmp_path.glob("logs/*/*/*/.hydra"))) == len(list(tmp_path.glob("logs/**/result.json"))) == 1
+
+
+def resubmitted(folder: Path) -> list[str]:
+    """The command that is submitted, and submitted again."""
+    return [
+        *WORDS, "devices=2", "strategy.batch_size_is=global", f"hydra.run.dir={folder}/logs/digits/ddp/1234",
+        "resume=auto", f"module.record={folder}/samples", f"+module.gate={folder}/gate",
+    ]  # fmt: skip
+
+
+def srun(stack: ExitStack, folder: Path, attempt: str) -> list[Run]:
+    """Start two tasks, as `srun` does."""
+    common = {**SLURM_JOB, "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in "01":
+        (own := folder / f"{attempt}{rank}").mkdir()
+        env = {**common, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        ranks.append(stack.enter_context(running(own, *resubmitted(folder), env=env)))
+    return ranks
+
+
+def pod(stack: ExitStack, folder: Path, attempt: str) -> list[Run]:
+    """Start torchrun, which is what the container of a pod runs."""
+    (own := folder / attempt).mkdir()
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
+    return [stack.enter_context(running(own, *resubmitted(folder), command=command, env={"OMP_NUM_THREADS": "1"}))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("start", "signum", "status"), [(srun, signal.SIGUSR1, 138), (pod, signal.SIGTERM, None)])
+def test_a_run_that_is_pre_empted_saves_and_goes_on_in_its_directory(
+    start: Callable[[ExitStack, Path, str], list[Run]], signum: signal.Signals, status: int | None, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        undisturbed = alone(stack, tmp_path / "alone")
+        allow(tmp_path, 12)
+        first = start(stack, tmp_path, "first")
+        wait_until(tmp_path / "samples", all_at(13, 2), first)
+        for run in first:
+            run.process.send_signal(signum)
+        for run in first:
+            ended = run.wait(300)
+            assert ended == status or (status is None and ended != 0), run.output.read_text()
+        allow(tmp_path, NUM_BATCHES)
+        for run in (*start(stack, tmp_path, "second"), undisturbed):
+            assert run.wait(300) == 0, run.output.read_text()
+    batches = [line.split()[1:4] for line in (tmp_path / "samples").read_text().splitlines()]
+    assert len(batches) == len(set(map(tuple, batches))) == 2 * NUM_BATCHES, "a step was computed twice"
+    verify_same(tmp_path, tmp_path / "alone")
