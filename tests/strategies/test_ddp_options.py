@@ -1,4 +1,4 @@
-"""DDP's options, and shares by weights: the same training, and refusals in one sentence."""
+"""Options of ddp, and shares by weights: the same training, and refusals in one sentence; blocks of devices."""
 
 from typing import Any
 
@@ -20,6 +20,7 @@ from evener.strategies import (
     SingleDeviceStrategy,
 )
 from evener.strategies.balance import ranks
+from evener.trainer import Trainer
 
 GLOBAL: dict[str, Any] = {"batch_size_is": "global", "timeout_s": 120}
 
@@ -155,6 +156,10 @@ def test_shares_are_measured() -> None:
         (DDPStrategy, {"static_graph": True, "devices_per_process": 2}, r"recorded with devices_per_process=2"),
         (BalancedDDPStrategy, {"batch_size_is": "per_device"}, "batch_size_is=per_device was given"),
         (BalancedDDPStrategy, {"weights": "fast"}, "weights=fast is not allowed. Give a list of numbers or auto"),
+        (FSDPStrategy, {"shard": "all"}, r"fsdp: shard=all is not allowed. Give auto or a list"),
+        (FSDPStrategy, {"replicas": 0}, r"fsdp: replicas=0 is not allowed. Give a whole number >= 1"),
+        (FSDPStrategy, {"static_graph": True}, r"fsdp: static_graph is unknown; choose from batch_size_is,"),
+        (FSDPStrategy, {"weights": [3, 1]}, r"weights divide a global batch, but batch_size_is=per_device"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(kind: Any, options: dict[str, Any], message: str) -> None:
@@ -227,3 +232,42 @@ def test_a_lone_rank_needs_no_option_for_parameters_without_a_gradient(module: t
     # Failed before: a single rank verifies nothing, so that its wrapper was not told.
     [found] = run_ranks(_fit_alone, 1, module, DDPStrategy)
     torch.testing.assert_close(found, _fit_alone(module, SingleDeviceStrategy), rtol=0, atol=1e-12)
+
+
+class Local(DDPModelParallelStrategy):
+    """As rank `local` of a node."""
+
+    local = 0
+
+    @property
+    def local_rank(self) -> int:
+        return self.local
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "size", "blocks"),
+    [(8, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]), (6, 3, [[0, 1, 2], [3, 4, 5]])],
+)
+def test_each_rank_owns_its_block(num_devices: int, size: int, blocks: list[list[int]]) -> None:
+    strategy = Local(model_parallel_size=size)
+    strategy.parallel_devices = [torch.device("cuda", index) for index in range(num_devices)]
+    assert strategy.num_processes == len(blocks)
+    for strategy.local, block in enumerate(blocks):
+        assert [device.index for device in strategy.process_devices] == block
+        assert strategy.root_device == torch.device("cuda", block[0])
+    assert strategy.determine_ddp_device_ids() is None
+
+
+def test_indivisible_devices_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match="7 devices don't divide into processes of 2 devices"):
+        DDPModelParallelStrategy.count_processes(7, model_parallel_size=2, num_microbatches=4)
+    assert DDPModelParallelStrategy.count_processes(8) == 4
+    with pytest.raises(ConfigError, match="3 devices don't divide into processes of 2 devices"):
+        Trainer(strategy="ddp_model_parallel", devices=3, accelerator="cpu", logger=False)
+
+
+def test_what_the_wrapper_can_not_reduce_is_refused() -> None:
+    strategy = Local(num_microbatches=2, static_graph=True)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    with pytest.raises(ConfigError, match="ddp_model_parallel: static_graph=true needs one backward pass per step"):
+        strategy.setup(Trainer(accelerator="cpu", devices=1, logger=False))

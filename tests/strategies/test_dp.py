@@ -247,11 +247,15 @@ class Manual(Net):
         (Manual, DataParallelStrategy, {"submodule": "net"}, "dp: manual optimization .* Use strategy=ddp"),
         (Net, DataParallelStrategy, {"loss_reduction": "sum"}, "dp: loss_reduction is no longer there. Leave it out"),
         (Net, DataParallelStrategy, {"model_parallel_size": 2}, "dp: model_parallel_size is no longer there. Choose s"),
-        (
-            Net,
-            DataParallelStrategy,
-            {"submodule": "nets"},
-            "submodule: Net has no module 'nets'; the nearest are ",
+        (Net, DataParallelStrategy, {"submodule": "nets"}, "submodule: Net has no module 'nets'; the nearest are "),
+        *(
+            (
+                Net,
+                DataParallelStrategy,
+                {"batch_dims": {"boxes": word}},
+                rf"batch_dims=.boxes: {word}. is unknown. Choo",
+            )
+            for word in ("lists", True)
         ),
         *(
             (Net, BalancedDataParallelStrategy, options, message)

@@ -210,7 +210,7 @@ def _on_one_device(kind: type[Base], **options: Any) -> Fitted:
 
 ACCUMULATED = {"accumulate_grad_batches": 2}
 IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
-    "dp": (lambda: DataParallelStrategy(), 4),
+    "dp": (lambda: DataParallelStrategy(), 9),  # of which each waits for the others
     "micro_batches": (lambda: ModelParallelStrategy(num_microbatches=3), 2),
     "balanced_dp": (lambda: BalancedDataParallelStrategy(weights=[8, 1]), 2),
 }

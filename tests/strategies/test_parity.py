@@ -1,6 +1,5 @@
 """Law 1: every strategy trains as one device does. See support/parity.py."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -49,7 +48,6 @@ GATHERED: dict[str, Any] = {"groups_and_penalty": {"shard": []}}
 
 
 def _run_all(plan: str) -> dict[str, Run]:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     num_ranks, strategy = RANK_PLANS[plan]
     given = GATHERED if plan.startswith("fsdp") else {}
     names = [name for name in CASES if name not in OF_PROCESSES]
@@ -76,7 +74,6 @@ RECOMPUTED: dict[str, Plan] = {
 
 
 def _run_recomputed() -> dict[str, Run]:
-    warnings.simplefilter("ignore")
     return {name: run(DEEP, make(recompute="always"), devices=num) for name, (num, make) in RECOMPUTED.items()}
 
 

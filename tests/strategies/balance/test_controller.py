@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evener.strategies.balance.controller import BalanceController, fitted_times, largest_time, solve
+from evener.strategies.balance.controller import BalanceController, largest_time, solve
 
 
 def test_no_distribution_is_better_than_the_solution() -> None:
@@ -120,14 +120,6 @@ def test_equal_devices_under_bursts_keep_equal_shares(seed: int) -> None:
 
     for sizes in measure(controller_of(2), seconds, 64, 200):
         assert abs(sizes[0] - 32) <= 4
-
-
-def test_a_line_through_two_sizes_tells_what_is_fixed() -> None:
-    # 2 s for any chunk and 0.5 s per sample: 8 samples take 6 s, 16 take 10 s
-    assert fitted_times([(8, 6.0)], window=8) == (0.0, 0.75)
-    assert fitted_times([(8, 6.0), (16, 10.0)], window=8) == pytest.approx((2.0, 0.5))
-    # sizes too near each other say nothing: proportional to the newest
-    assert fitted_times([(16, 9.0), (17, 8.5)], window=8) == (0.0, 0.5)
 
 
 def test_equal_devices_whose_time_is_mostly_fixed_keep_even_shares() -> None:

@@ -1,8 +1,6 @@
 """Lists that steps append to have one element per global batch, as on one device: in evaluation when the epoch ends."""
 
-import warnings
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,11 +109,6 @@ def test_lists_of_replicas_hold_one_device_s_batches(strategy: Any, kind: type[p
     assert_one_devices(collected(strategy(), 9, 2, kind), 9)
 
 
-def _of_ranks(strategy: Any, options: dict[str, Any], num: int, devices: int) -> Any:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
-    return collected(strategy(batch_size_is="global", **options), num, devices)
-
-
 @pytest.mark.parametrize(
     ("strategy", "num_ranks", "options"),
     [
@@ -128,7 +121,7 @@ def test_lists_of_ranks_hold_one_device_s_batches_on_every_rank(
     strategy: Any, num_ranks: int, options: dict[str, Any]
 ) -> None:
     devices = num_ranks * options.get("devices_per_process", 1)
-    for found in run_ranks(_of_ranks, num_ranks, strategy, options, 9, devices):
+    for found in run_ranks(collected, num_ranks, strategy(batch_size_is="global", **options), 9, devices):
         assert_one_devices(found, 9)
 
 
@@ -178,7 +171,6 @@ class Counting(Net):
 
 
 def _counted(strategy: Any, devices: int) -> list[Any]:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     torch.manual_seed(3)
     case, module = Case(num=9), Counting().double()
     trainer = make_trainer(case, strategy, devices=devices, num_sanity_val_steps=1)
@@ -186,15 +178,13 @@ def _counted(strategy: Any, devices: int) -> list[Any]:
     return module.ends
 
 
-def _counted_by_rank(strategy: Any) -> list[Any]:
-    return _counted(strategy(batch_size_is="global"), 3)
-
-
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
 def test_what_evaluations_add_up_is_one_device_s_on_every_rank(strategy: Any) -> None:
     expected = _counted(SingleDeviceStrategy(), 1)
     assert [end[1] for end in expected] == [4, 9, 9]
-    for found in run_ranks(_counted_by_rank, 3, strategy):  # of the last batch, of one sample, two ranks have none
+    for found in run_ranks(
+        _counted, 3, strategy(batch_size_is="global"), 3
+    ):  # of the last batch, of one sample, two ranks have none
         assert_same(found, expected, 1e-9)
 
 
@@ -211,7 +201,6 @@ class Appending(Net):
 
 
 def _validated(value: Any, strategy: Any, devices: int = 2, **options: Any) -> Any:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     module, case = Appending(value).double(), Case(num=10)
     make_trainer(case, strategy(**options), devices=devices).validate(module, case.loader(), verbose=False)
     return module.outs
@@ -229,19 +218,11 @@ def test_tensors_that_have_no_rows_of_samples_are_of_whole_batches_declared_or_r
         _validated(_sum, DataParallelStrategy, global_view=False)
 
 
-def test_each_rank_evaluates_all_batches_where_what_their_parts_append_cannot_be_joined() -> None:
-    expected = _validated(_sum, SingleDeviceStrategy, 1)
-    for strategy in (DDPStrategy, FSDPStrategy):
-        for found in run_ranks(_validated, 2, _sum, partial(strategy, batch_size_is="global")):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 def _large(x: Tensor) -> Tensor:
     return x.repeat(1, 10_000)
 
 
 def _fit_with_limit() -> None:
-    warnings.simplefilter("ignore")
     case, strategy = Case(), DDPStrategy(gather_lists_mb=2.0, batch_size_is="global")
     trainer = make_trainer(case, strategy, devices=2, num_sanity_val_steps=1)
     trainer.fit(Appending(_large).double(), case.loader(), case.loader())
@@ -266,19 +247,19 @@ class OfPairs(Net):
 
 
 def _pairs(strategy: str) -> list[Any]:
-    warnings.simplefilter("ignore")
-    own = {"ddp": lambda: DDPStrategy(batch_size_is="global"), "dp": DataParallelStrategy}[strategy]()
-    trainer, module = Trainer(strategy=own, devices=2, accelerator="cpu", logger=False), OfPairs()
+    own = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+    made = DataParallelStrategy() if strategy == "dp" else own[strategy](batch_size_is="global")
+    trainer, module = make_trainer(Case(), made, devices=2), OfPairs()
     loaders: Any = CombinedLoader([DataLoader(range(8), 4), DataLoader(range(10, 18), 4)], "max_size")  # type: ignore[arg-type]
     trainer.validate(module, loaders, verbose=False)
     return [[one.tolist() for one in module.outs], [float(one) for one in module.middles]]
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp"])
 def test_what_steps_append_that_parts_do_not_make_is_of_whole_batches(strategy: str) -> None:
     # it was joined by parts, 0 1 10 11 2 3 12 13, and medians (the lower of two) were averaged: 0.5 * (0 + 2)
     expected = [[[0, 1, 2, 3, 10, 11, 12, 13], [4, 5, 6, 7, 14, 15, 16, 17]], [1.0, 5.0]]
-    for found in run_ranks(_pairs, 2, strategy) if strategy == "ddp" else [_pairs(strategy)]:
+    for found in run_ranks(_pairs, 2, strategy) if strategy != "dp" else [_pairs(strategy)]:
         assert found == expected
 
 

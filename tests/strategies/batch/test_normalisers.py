@@ -1,4 +1,4 @@
-"""Losses as people write them have the whole batch's gradient in parts of [8, 1], [9, 0] and [3, 3, 3]."""
+"""Losses as people write them, and `evener.mean`: the whole batch's gradient in parts of [8, 1], [9, 0], [3, 3, 3]."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import evener
-from evener.strategies import BalancedDataParallelStrategy, ConfigError, SingleDeviceStrategy
+from evener.strategies import BalancedDataParallelStrategy, SingleDeviceStrategy
 
 NUM = 9
 CUTS = ([8, 1], [9, 0], [3, 3, 3])
@@ -132,11 +132,6 @@ FORMS |= {  # no means
     "(errors + penalty) / len": lambda m, b: (m(b.x).pow(2).sum() + m.body[0].weight.abs().sum()) / len(b.x),
 }
 
-OVER_SAMPLES: dict[str, Callable[[Net, Batch], Tensor]] = {
-    "all pairs": lambda m, b: F.cross_entropy(m(b.x) @ m(b.a).T, torch.arange(len(b.x))),
-    "variance": lambda m, b: m(b.x).var(0, correction=0).mean(),
-}
-
 
 def trained(loss: Callable[[Net, Batch], Tensor], strategy: Any, devices: int) -> list[Tensor]:
     """The weights, and the logged loss."""
@@ -160,7 +155,49 @@ def test_a_loss_in_parts_has_the_gradient_of_the_whole_batch(name: str) -> None:
         torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-6)  # logged in float32
 
 
-@pytest.mark.parametrize("name", OVER_SAMPLES)
-def test_a_function_that_compares_samples_is_refused_in_parts(name: str) -> None:
-    with pytest.raises(ConfigError, match="computed in chunks of 4, 3 and 1 samples"):
-        in_parts(OVER_SAMPLES[name], [5, 4])
+VALUES = torch.tensor([[1.0, 2.0], [3.0, 10.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected", "gradient"),
+    [
+        (None, 4.0, [[0.25, 0.25], [0.25, 0.25]]),
+        (torch.tensor([[1, 0], [2, 1]]), (1 + 2 * 3 + 10) / 4, [[0.25, 0.0], [0.5, 0.25]]),
+        (torch.tensor([[True], [False]]), 1.5, [[0.5, 0.5], [0.0, 0.0]]),  # a weight per row
+        (torch.zeros(2), 0.0, [[0.0, 0.0], [0.0, 0.0]]),  # which counts nothing
+    ],
+)
+def test_a_mean_divides_by_the_sum_of_its_weights(weight: Tensor | None, expected: float, gradient: Any) -> None:
+    values = VALUES.clone().requires_grad_()
+    loss = evener.mean(values, weight=weight)
+    loss.backward()
+    assert loss.item() == expected
+    assert values.grad is not None
+    assert values.grad.tolist() == gradient
+
+
+def test_what_counts_nothing_is_left_out_and_integers_have_a_mean() -> None:
+    assert evener.mean(VALUES[:0]).item() == 0.0
+    assert evener.mean(torch.tensor([1.0, torch.nan]), weight=torch.tensor([1.0, 0.0])).item() == 1.0
+    assert evener.mean(torch.tensor([True, True, False, False])).item() == 0.5
+
+
+def test_half_precision_neither_overflows_nor_changes_its_type() -> None:
+    values = torch.full((70_000,), 2.0, dtype=torch.float16, requires_grad=True)
+    loss = evener.mean(values, weight=torch.ones(70_000, dtype=torch.bool))
+    loss.backward()
+    assert (loss.item(), loss.dtype) == (2.0, torch.float16)
+    assert values.grad is not None
+    assert values.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(2, requires_grad=True), r"weight requires a gradient.*Pass weight.detach\(\)"),
+        (torch.ones(3), r"weight has shape \(3,\), which does not broadcast to that of values"),
+    ],
+)
+def test_weights_that_cannot_be_honoured_are_refused(weight: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evener.mean(VALUES, weight=weight)

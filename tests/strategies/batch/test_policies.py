@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted, without_single_samples
+from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,3 @@ def test_every_policy_sums_to_the_batch_for_all_small_cases() -> None:
             if isinstance(policy, Weighted):
                 exact = [num * weight / sum(policy.weights) for weight in policy.weights]
                 assert all(abs(size - share) < 1 for size, share in zip(sizes, exact, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([2, 1], [3, 0]),
-        ([1, 1, 1], [0, 3, 0]),
-        ([1, 1, 1, 1], [0, 2, 0, 2]),
-        ([4, 4, 1], [5, 4, 0]),
-        ([1, 0], [1, 0]),
-    ],
-)
-def test_single_samples_are_merged_into_other_parts(sizes: list[int], expected: list[int]) -> None:
-    assert without_single_samples(sizes) == expected

@@ -136,12 +136,6 @@ def test_a_stream_whose_samples_are_not_known_is_evaluated(num: int, expected: f
     assert run_ranks(_tested_on_ranks, 2, DDPStrategy, num) == [wanted, wanted]
 
 
-@pytest.mark.parametrize("word", ["lists", True])
-def test_unknown_words_are_refused(word: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"dp: batch_dims=\{{boxes: {word}\}} is unknown. Choose one of list"):
-        DataParallelStrategy(batch_dims={"boxes": word})
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_samples_that_are_looked_at_first_decide_nothing_about_batches_of_the_loaders_size(strategy: Any) -> None:
     # Eight samples are no batch of 4; of tensors in lists that don't have as many rows the lists were cut.

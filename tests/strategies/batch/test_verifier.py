@@ -1,9 +1,9 @@
 """Before the first step a few samples show whether a module trains in parts of a batch as on the whole one."""
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from distributed import run_ranks
 from parity import Case, make_trainer
-from regression import weights
+from regression import Points, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -66,6 +66,11 @@ class Pairs(Net):
         return F.cross_entropy(self.net(x) @ self.net(x).T, torch.arange(len(x)))
 
 
+class Spread(Net):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.net(x).var(0, correction=0).mean()
+
+
 class Writes(Net):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.seen += x.mean()
@@ -79,6 +84,7 @@ COMPARED = "dp: computed in chunks of 4, 3 and 1 samples, the gradient of net."
     ("module", "told"),
     [
         (Pairs, COMPARED),
+        (Spread, COMPARED),
         (Writes, "dp: training_step changes seen by the samples of its part of a batch"),
     ],
 )
@@ -335,21 +341,16 @@ class CountsPairs(Pairs):
 
 
 def _counted(strategy: Any, num_workers: int, devices: int = 2) -> Tensor:
-    warnings.simplefilter("ignore")  # Lightning's advice on workers and the like
     pl.seed_everything(7, verbose=False)
     loader = DataLoader(data(), 8, shuffle=True, num_workers=num_workers)
     return trained(CountsPairs(), strategy(), loader, devices)
-
-
-def _counted_by_ranks(kind: Any, num_workers: int) -> Tensor:
-    return _counted(lambda: kind(batch_size_is="global", timeout_s=60), num_workers)
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [(DDPStrategy, 1), (FSDPStrategy, 0)])
 def test_a_step_is_compared_again_once_the_hooks_of_the_epochs_start_have_run(kind: Any, num_workers: int) -> None:
     # ddp refused it; fsdp trained in parts, as a trial had failed before these hooks: weights were off by 0.4.
     expected = _counted(SingleDeviceStrategy, num_workers, 1)
-    for found in run_ranks(_counted_by_ranks, 2, kind, num_workers):
+    for found in run_ranks(_counted, 2, partial(kind, batch_size_is="global", timeout_s=60), num_workers):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
@@ -449,15 +450,10 @@ def test_what_steps_keep_and_draw_is_one_device_s(kind: type[Net], strategy: Any
         assert kept["counter"].total() == 2 * 21
 
 
-def _rows_of_ranks(kind: type[Net], batch_size: int) -> Tensor:
-    warnings.simplefilter("ignore")  # Lightning's own
-    return two_epochs(kind, DDPStrategy(batch_size_is="global"), 2, batch_size)[0]
-
-
 @pytest.mark.parametrize(("kind", "batch_size"), [(RowPairs, 6), (Draws, 7), (Episodes, 7)])
 def test_ranks_with_other_parts_than_a_few_samples_have_train_as_one_device(kind: type[Net], batch_size: int) -> None:
     expected, _ = two_epochs(kind, SingleDeviceStrategy(), 1, batch_size)
-    for found in run_ranks(_rows_of_ranks, 2, kind, batch_size):
+    for found, _ in run_ranks(two_epochs, 2, kind, DDPStrategy(batch_size_is="global"), 2, batch_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -471,18 +467,9 @@ class Logs(Net):
         return super().loss(x, y)
 
 
-class Written(pl.loggers.logger.DummyLogger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[Any] = []
-
-    def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        self.rows.append((step, *metrics))
-
-
 def test_the_look_at_a_few_samples_writes_nothing_to_loggers() -> None:
     # failed before: 20 rows more at step 0
-    logger = Written()
+    logger = Points()
     trainer = make_trainer(Case(), DataParallelStrategy(), devices=2, max_steps=3, logger=logger, log_every_n_steps=100)
     trainer.fit(Logs(), DataLoader(data(), 8))
-    assert [row for row in logger.rows if "mean" in row] == [(i, "mean") for i in range(3) for _ in range(2)]
+    assert [step for step, _ in logger.of("mean")] == [0, 0, 1, 1, 2, 2]

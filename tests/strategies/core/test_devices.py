@@ -4,9 +4,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from evener.strategies import DDPStrategy
 from evener.strategies.core.devices import is_out_of_memory
+from evener.strategies.distributed import objects
 from evener.strategies.distributed.group import bound_device
 
 
@@ -36,3 +38,26 @@ def test_the_process_group_is_bound_to_a_device_only_if_the_process_owns_one_and
     strategy.parallel_devices = [torch.device("cuda", i) for i in range(2)]
     strategy.cluster_environment = cast(Any, type("Alone", (), {"local_rank": lambda self: 0})())
     assert bound_device(strategy.process_devices, backend) == bound
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        (None, CUDA, BOTH),
+        ("nccl", CUDA, BOTH),
+        ("cuda:nccl", CUDA, BOTH),
+        ("gloo", CUDA, "gloo"),
+        ("cpu:mpi,cuda:nccl", CUDA, "cpu:mpi,cuda:nccl"),
+        (None, CPU, "gloo"),
+    ],
+)
+def test_the_process_group_always_sends_cpu_tensors(
+    backend: str | None, device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    assert objects.backend_for(backend, device) == expected
+    assert objects.backend_for(expected, device) == expected  # of its own choice, too

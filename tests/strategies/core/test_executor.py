@@ -1,6 +1,5 @@
-"""Pieces in threads: each ends with its step, and has the calling thread's autocast."""
+"""Pieces have the calling thread's autocast."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,25 +14,6 @@ CPU = torch.device("cpu")
 
 def pieces(*calls: Callable[[], Any]) -> list[Piece]:
     return [Piece(CPU, f"chunk {i + 1} of {len(calls)}", call) for i, call in enumerate(calls)]
-
-
-def test_no_thread_runs_on_after_an_error_and_twelve_may_wait_for_each_other() -> None:
-    done, release, together = threading.Event(), threading.Event(), threading.Barrier(12)
-
-    def slow() -> None:
-        release.wait(60)
-        done.set()
-
-    def fail() -> None:
-        release.set()
-        raise ValueError("first")
-
-    executor = Executor(threads=True)
-    with pytest.raises(ValueError, match="first"):
-        executor.run(pieces(fail, slow))
-    assert done.is_set()
-    assert len(executor.run(pieces(*[lambda: together.wait(100)] * 12))) == 12
-    executor.shutdown()
 
 
 def autocast() -> tuple[bool, torch.dtype]:

@@ -1,4 +1,4 @@
-"""Random streams of ranks and workers; several runs in one process and at once; what is logged within an epoch."""
+"""Random streams of ranks and workers; several runs at once; what is logged within an epoch."""
 
 import random
 from collections.abc import Iterator
@@ -67,20 +67,6 @@ def test_two_runs_at_once_do_not_meet() -> None:
     assert one == other
 
 
-class Steps(Net):
-    """Logs the mean index of its part of the batch, shared at once."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("index", batch[2].double().mean(), on_step=True, on_epoch=False, sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.validated.append(self.trainer.callback_metrics["index"].item())
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", batch[2].double().mean())
-
-
 class Evaluated(Net):
     """Logs in evaluation by step: a shared mean, a shared sum, and its own rank."""
 
@@ -108,23 +94,6 @@ def _evaluate() -> list[list[tuple[int | None, dict[str, float]]]]:
         quiet_trainer(strategy, 2, logger=logger).validate(Evaluated(), loader, verbose=False)
         found.append(logger.points)
     return found
-
-
-def _log_steps() -> tuple[list[float], float]:
-    module = Steps()
-    trainer = quiet_trainer(DDPStrategy(batch_size_is="global", timeout_s=120), 2, max_epochs=1)
-    trainer.fit(module, DataLoader(Numbered(5), 3))
-    trainer.test(module, DataLoader(Numbered(5), 3), verbose=False)
-    tested = trainer.callback_metrics["tested"].item()
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Numbered(5), 3))
-    return module.validated, tested
-
-
-def test_values_of_a_step_weigh_by_samples_and_one_trainer_fits_tests_and_fits() -> None:
-    for values, tested in run_ranks(_log_steps, 2):
-        assert values == pytest.approx([1.0, 3.5] * 2, abs=1e-12)  # means of 0, 1, 2 (2 and 1 of them) and of 3, 4
-        assert tested == pytest.approx(2.0, abs=1e-12)
 
 
 def test_values_of_an_evaluations_step_weigh_by_samples_whatever_batches_a_rank_has() -> None:

@@ -134,12 +134,6 @@ def test_an_order_does_not_depend_on_what_a_rank_draws_in_between() -> None:
     assert sorted(orders[0] + orders[1][: 9 - len(orders[0])]) == list(range(9))
 
 
-def test_epochs_have_different_orders_and_reach_the_loaders_sampler() -> None:
-    torch.manual_seed(0)
-    own = rank_loaders(0, 2).process(numbers(50, 5, shuffle=True), "train")
-    assert [b.tolist() for b in own] != [b.tolist() for b in own]
-
-
 class Told(Odd):
     """What may want to know the epoch: a sampler, a batch sampler (of a sampler), a dataset or a loader."""
 

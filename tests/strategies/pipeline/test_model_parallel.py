@@ -175,6 +175,12 @@ def test_values_of_old_configurations_that_change_nothing_are_read() -> None:
         ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
         ({"profile_activations": True}, "profile_activations is no longer there. Leave it out: set balance=time"),
         ({"overlap": "threads"}, "overlap is no longer there. Leave it out"),
+        ({"balance": "flops"}, "balance=flops is not allowed. Give memory or time"),
+        ({"balance": "time"}, "balance=time with num_microbatches=1"),
+        ({"balance": "time", "num_microbatches": 2, "deterministic": True}, "Set num_microbatches=2 or more and"),
+        ({"balance": "time", "num_microbatches": 2, "partition": ["net.1"]}, "says where the module is cut"),
+        ({"device_weights": [1, 0]}, r"device_weights=\[1,0\] is not allowed. Give a list of numbers > 0"),
+        ({"device_weights": [1, 1, 2]}, r"device_weights has 3 entries for 2 stages \(device_weights=\[1, 1, 2\]\)"),
     ],
 )
 def test_bad_options_are_refused_before_training(options: dict[str, Any], message: str) -> None:

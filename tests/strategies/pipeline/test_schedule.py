@@ -1,6 +1,6 @@
 """The order of the work on every stage: as it is drawn by hand, and as whole runs have it.
 
-Micro-batches overlap in the schedule's order; where that would go wrong they run one by one: test_kept_state.py.
+Micro-batches overlap in the schedule's order; where that would go wrong they run one by one: test_early_gradients.py.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.pipeline.schedule import ScheduleName, Task, most_in_flight, stage_order
+from evener.strategies.pipeline.schedule import ScheduleName, Task, stage_order
 
 SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 
@@ -31,12 +31,6 @@ SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 def test_a_schedule_equals_the_table(name: ScheduleName, num_microbatches: int, table: list[str]) -> None:
     orders = [stage_order(name, num_microbatches, len(table), stage) for stage in range(len(table))]
     assert [" ".join(f"{task.phase}{task.microbatch}" for task in order) for order in orders] == table
-
-
-def test_1f1b_has_as_many_micro_batches_in_flight_as_stages_follow_and_gpipe_all() -> None:
-    assert most_in_flight("1f1b", 6, 4) == [4, 3, 2, 1]
-    assert most_in_flight("1f1b", 2, 4) == [2, 2, 2, 1]
-    assert most_in_flight("gpipe", 6, 4) == [6] * 4
 
 
 class Tell(torch.autograd.Function):

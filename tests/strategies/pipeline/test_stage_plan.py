@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from evener.strategies import ConfigError
 from evener.strategies.core.optimizer_states import state_to_parameters
 from evener.strategies.pipeline._plan import auto_plan, balanced_cut, named_plan
-from evener.strategies.pipeline.module_parts import Part, find_parts, part_bytes
+from evener.strategies.pipeline.module_parts import find_parts
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
 
@@ -70,13 +70,6 @@ def test_parts_are_blocks_and_hold_every_tensor_once(module: nn.Module, expected
     assert [part.name for part in parts] == expected
     held = [id(tensor) for part in parts for tensor in part.tensors]
     assert sorted(held) == sorted({id(tensor) for tensor in (*module.parameters(), *module.buffers())})
-
-
-def test_part_bytes_by_hand() -> None:
-    weight, buffer = nn.Parameter(torch.zeros(10)), torch.zeros(3)
-    frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
-    # 40 bytes: weight, gradient and two moments; 12 and 20 bytes once
-    assert part_bytes(Part("x", (weight, buffer, frozen), loose=False), optimizer_copies=2) == 4 * 40 + 12 + 20
 
 
 def test_cuts_equal_brute_force() -> None:

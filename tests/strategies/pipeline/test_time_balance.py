@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, ma
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
-from evener.strategies.pipeline import _time_balance, stages
+from evener.strategies.pipeline import _time_balance
 from evener.strategies.pipeline._time_balance import TimeBalance
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
@@ -85,52 +84,18 @@ def test_training_equals_one_device_before_and_after() -> None:
     assert_equal(run(case, strategy, devices=2), baseline(case), 1e-10)
 
 
-def _moved() -> TimeBalance:
+def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
     module: Any = make_module(SLOW)
-    layout = Stages(
-        [torch.device("cpu"), torch.device("meta")],
-        StageOptions(balance="time", num_microbatches=2, optimizer_copies=0),
-    )
+    devices = [torch.device("cpu"), torch.device("meta")]
+    layout = Stages(devices, StageOptions(balance="time", num_microbatches=2, optimizer_copies=0))
     layout.place(module)
     module._trainer = type("Optimized", (), {"optimizers": ["first", "second"]})()
-    balance = TimeBalance(module, layout)
-    balance._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
-    return balance
-
-
-def test_optimizer_state_moves_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    followed: list[Any] = []
-    monkeypatch.setattr(stages, "place_parts", lambda *_: None)  # to meta, torch makes new parameters
-    monkeypatch.setattr(_time_balance, "state_to_parameters", followed.append)
-    devices = _moved().stages.device_of_parts().values()
-    assert [device.type for device in devices] == ["cpu"] * 2 + ["meta"] * 4
-    assert followed == ["first", "second"]  # see test_stage_plan.py for what becomes of their state
-
-
-def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizers would go on with the old ones"):
-        _moved()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"balance": "flops"}, "balance=flops is not allowed. Give memory or time"),
-        ({"balance": "time"}, "balance=time with num_microbatches=1"),
-        ({"balance": "time", "num_microbatches": 2, "deterministic": True}, "Set num_microbatches=2 or more and"),
-        ({"balance": "time", "num_microbatches": 2, "partition": ["net.1"]}, "says where the module is cut"),
-        ({"device_weights": [1, 0]}, r"device_weights=\[1,0\] is not allowed. Give a list of numbers > 0"),
-        ({"device_weights": [1, 1, 2]}, r"device_weights has 3 entries for 2 stages \(device_weights=\[1, 1, 2\]\)"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        fit(Case(), make_module(Case()), ModelParallelStrategy(**options))
+        TimeBalance(module, layout)._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
 
 
 def _train_by_time() -> tuple[list[int], Tensor]:
     """A rank's stages at the end, and the weights."""
-    warnings.simplefilter("ignore")  # Lightning's advice
     _time_balance.time_mark = lambda _: CLOCK[0]
     module: Any = make_module(SLOW)
     if os.environ["RANK"] == "1":  # where the other rank has 3 3 3 1 1 1, which it would cut into 6 and 6 alone

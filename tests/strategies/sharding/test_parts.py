@@ -1,11 +1,9 @@
 """Which parts of a module are gathered one by one."""
 
-from typing import Any
-
 import pytest
 from torch import nn
 
-from evener.strategies import ConfigError, FSDPStrategy
+from evener.strategies import ConfigError
 from evener.strategies.sharding.parts import automatic_parts, named_parts
 
 
@@ -41,17 +39,3 @@ def test_named_parts_come_before_the_parts_that_they_are_in() -> None:
 def test_names_that_cannot_be_parts_are_refused(names: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         named_parts(Tied(), names)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"shard": "all"}, r"fsdp: shard=all is not allowed. Give auto or a list"),
-        ({"replicas": 0}, r"fsdp: replicas=0 is not allowed. Give a whole number >= 1"),
-        ({"static_graph": True}, r"fsdp: static_graph is unknown; choose from batch_size_is,"),
-        ({"weights": [3, 1]}, r"weights divide a global batch, but batch_size_is=per_device"),
-    ],
-)
-def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        FSDPStrategy(**options)

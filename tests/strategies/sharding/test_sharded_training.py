@@ -3,8 +3,12 @@
 import copy
 import io
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,31 +16,12 @@ import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
-from regression import Net, Numbered, fit_all, outcome, quiet_trainer, refusal, weights, whole
-from regression import fit as fit_case
+from regression import Net, Numbered, quiet_trainer, refusal, weights, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
-
-CASES: dict[str, dict[str, Any]] = {
-    "shuffled, accumulated": {"shuffle": True, "trainer": {"accumulate_grad_batches": 2}},
-    "weighted, few samples": {"weighted": True, "num": 13},
-}
-
-
-def test_both_meanings_of_a_batch_size_train_as_one_device_does() -> None:
-    by_rank = run_ranks(fit_all, 3, FSDPStrategy, CASES, 6, 3, timeout_s=300)
-    for name, batch_size_is in by_rank[0]:
-        single = outcome(*fit_case(SingleDeviceStrategy(), 1, 6, CASES[name]))
-        ranks = [outcomes[name, batch_size_is] for outcomes in by_rank]
-        for rank in ranks:
-            torch.testing.assert_close(rank["weights"], single["weights"], rtol=0, atol=1e-10)
-            assert sorted(rank["validated"]) == sorted(single["validated"]), name  # lists are gathered to every rank
-        assert ranks[0]["metrics"] == pytest.approx(single["metrics"], abs=1e-12), name
-        trained = sorted(index for rank in ranks for part in rank["trained"] for index in part)
-        assert trained == sorted(index for part in single["trained"] for index in part), name
 
 
 class ByHand(Net):
@@ -483,3 +468,25 @@ def test_a_second_run_that_would_cut_the_module_in_another_way_is_refused() -> N
         assert len(told) == 3
         for line in told:
             assert "with ShardOptions(shard='auto', reshard_after_forward=True, " in line
+
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "sharded_memory.py"
+RUNTIME_MIB = 80
+"""What a rank takes besides tensors: buffers of gloo, and code that is first run in training."""
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_hold_trains_in_shards() -> None:
+    """48 layers of 4 MiB: weights and AdamW's state are 576 MiB, with gradients 768; each process may map 560 more.
+
+    The shards of 2 and 3 ranks, with gradients, are 384 and 256 MiB; one layer and its gradient are 8.
+    """
+    command = [sys.executable, BENCHMARK, "--strategies", "single_device", "fsdp", "--limit_mib", "560"]
+    done = subprocess.run([*command, "--timeout_s", "250"], capture_output=True, text=True, timeout=560, check=True)
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    found = {(name.strip(), int(ranks)): peak for name, ranks, _, peak in rows}
+    assert found["single_device", 1].strip().startswith("failed: Out of memory on cpu, rank 0, in step 0")
+    for num_ranks, ideal in ((2, 384 + 8), (3, 256 + 8)):
+        peaks = [int(peak) for peak in re.findall(r"(\d+) MiB", found["fsdp", num_ranks])]
+        assert len(peaks) == num_ranks, found
+        assert max(peaks) <= ideal + RUNTIME_MIB
