@@ -4,7 +4,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from evener.trainer import Trainer
 
@@ -68,6 +68,16 @@ class Thaw(pl.callbacks.BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=self.lr)
+
+
+class Streamed(IterableDataset[Any]):
+    """Samples in their order, of which nothing else is known."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return (self.samples[i] for i in range(len(self.samples)))
 
 
 class Points(pl.loggers.logger.DummyLogger):

@@ -1,5 +1,6 @@
-"""Nested batches are cut by sizes, joined again, or refused by name; what the first batch has decided is kept."""
+"""Sizes of chunks; nested batches are cut, joined again, or refused by name; what the first batch decided is kept."""
 
+import itertools
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from evener.strategies import ConfigError
 from evener.strategies.batch.batch_dims import verify_batch_dims
+from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
 from evener.strategies.batch.results import ResultStructure
 from evener.strategies.batch.structure import BatchStructure, num_samples
 
@@ -222,3 +224,32 @@ def test_graphs_keep_the_places_of_chunks_without_samples() -> None:
     """Found by the zoo: under balanced_dp one graph went to the second device, which had no chunk."""
     chunks = split(PackedGraphs([1, 2, 3]), [0, 2, 1])
     assert [chunk and chunk.graphs for chunk in chunks] == [None, [1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("policy", "num", "expected"),
+    [
+        (Even(), 10, [3, 3, 2, 2]),
+        (Even(), 3, [1, 1, 1, 0]),
+        (FirstChunk(1), 10, [1, 3, 3, 3]),
+        (FirstChunk(5), 7, [5, 1, 1, 0]),
+        (FirstChunk(0), 10, [0, 4, 3, 3]),
+        (Weighted((1, 0, 2, 2)), 3, [1, 0, 1, 1]),
+        (Weighted((0.1, 0.2, 0.3, 0.4)), 10, [1, 2, 3, 4]),
+    ],
+)
+def test_sizes_by_hand(policy: Policy, num: int, expected: list[int]) -> None:
+    assert policy.sizes(num, 4) == expected
+    assert policy.sizes(num, 1) == [num] or isinstance(policy, Weighted)  # whose weights are as many as its parts
+
+
+def test_every_policy_sums_to_the_batch_for_all_small_cases() -> None:
+    for num, parts in itertools.product(range(65), range(1, 5)):
+        policies = [Even(), *(FirstChunk(size) for size in range(5))]
+        policies += [Weighted(weights) for weights in itertools.product((0, 1, 2.5), repeat=parts) if any(weights)]
+        for policy in policies:
+            sizes = policy.sizes(num, parts)
+            assert (len(sizes), sum(sizes), min(sizes) >= 0) == (parts, num, True)
+            if isinstance(policy, Weighted):
+                exact = [num * weight / sum(policy.weights) for weight in policy.weights]
+                assert all(abs(size - share) < 1 for size, share in zip(sizes, exact, strict=True))

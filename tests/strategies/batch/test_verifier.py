@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from distributed import run_ranks
 from parity import Case, make_trainer
 from regression import Points, weights
+from tiny import Streamed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from evener.strategies import (
     ConfigError,
@@ -268,11 +269,6 @@ def queries() -> DataLoader[Any]:
     return DataLoader(TensorDataset(data().tensors[0], torch.arange(NUM) // 4), 8)
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(data())
-
-
 def beside_settings(samples: Any) -> Any:
     return (*default_collate(samples), [2, 3])
 
@@ -292,10 +288,10 @@ ALIKE: dict[str, tuple[type[Net], Callable[[], Any]]] = {
     "a number that is at least one": (CountsRare, lambda: DataLoader(data(), 8)),
     "another loss from the second epoch on": (Curriculum, lambda: DataLoader(data(), 14)),
     "another loss from the second step on": (Changed, lambda: DataLoader(data(), 8)),
-    "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Stream(), 8)),
+    "a stream, of which the first batch is looked at": (Weighed, lambda: DataLoader(Streamed(data()), 8)),
     # a warning told that the parts were wrong, which no loss_weight makes right
     "a loss_weight that is not what the loss divides by": (SaysSamples, lambda: DataLoader(data(), 8)),
-    "settings beside a stream's samples": (Listed, lambda: DataLoader(Stream(), 2, collate_fn=beside_settings)),
+    "settings beside a stream's samples": (Listed, lambda: DataLoader(Streamed(data()), 2, collate_fn=beside_settings)),
 }
 
 

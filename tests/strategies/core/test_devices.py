@@ -1,5 +1,6 @@
 """What differs between devices, shown without an accelerator."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from evener.strategies import DDPStrategy
+from evener.strategies.core import executor as executor_module
 from evener.strategies.core.devices import is_out_of_memory
+from evener.strategies.core.executor import Executor, Piece
 from evener.strategies.distributed import objects
 from evener.strategies.distributed.group import bound_device
 
@@ -61,3 +64,27 @@ def test_the_process_group_always_sends_cpu_tensors(
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     assert objects.backend_for(backend, device) == expected
     assert objects.backend_for(expected, device) == expected  # of its own choice, too
+
+
+def pieces(*calls: Callable[[], Any]) -> list[Piece]:
+    return [Piece(CPU, f"chunk {i + 1} of {len(calls)}", call) for i, call in enumerate(calls)]
+
+
+def autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_autocast_of_another_type_than_the_first_piece_s_is_carried(
+    threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root, where autocast is on, has no samples, and the first piece is elsewhere."""
+    monkeypatch.setattr(executor_module, "autocast_types", lambda: ["cuda", "cpu"])
+    torch.set_autocast_enabled("cuda", True)  # `torch.autocast` does nothing without a GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        assert Executor(threads).run(pieces(autocast, autocast)) == [(True, torch.bfloat16)] * 2
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
+    assert Executor(threads).run(pieces(autocast))[0][0] is False

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from pytorch_lightning.utilities import CombinedLoader
+from tiny import Streamed
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from evener.strategies import ConfigError
@@ -56,12 +57,7 @@ def test_per_device_deals_whole_batches_and_splits_the_last() -> None:
     assert second == [(list(range(8, 16)), Share(8, 16)), ([19, 20], Share(2, 5))]
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(5)
-
-
-@pytest.mark.parametrize("data", [range(5), Stream()])
+@pytest.mark.parametrize("data", [range(5), Streamed(range(5))])
 def test_global_divides_every_batch(data: Any) -> None:
     first, second = read(DataLoader(data, 4), "train", 2, "global")
     assert first == [([0, 1], Share(2, 4)), ([4], Share(1, 1))]

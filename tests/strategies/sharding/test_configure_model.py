@@ -1,22 +1,19 @@
-"""Layers that `configure_model` builds under fsdp, of which only the first rank has the values until they are cut."""
+"""Layers that `configure_model` builds under fsdp, of which only the first rank has the values until they are cut;
+and which parts of a module are gathered one by one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import RankError, run_ranks
-from regression import Numbered, quiet_trainer, weights
+from regression import Numbered, assert_as_single, trainer_of, weights
+from tiny import Streamed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from evener.strategies import FSDPStrategy, SingleDeviceStrategy
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (Numbered(14)[i] for i in range(14))
+from evener.strategies import ConfigError
+from evener.strategies.sharding.parts import automatic_parts, named_parts
 
 
 class Built(pl.LightningModule):
@@ -46,11 +43,10 @@ class Built(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-5)
 
 
-def _built(num_ranks: int, is_validated: bool, kind: Any) -> list[Tensor]:
-    found, loader = list[Tensor](), DataLoader(Numbered(14) if kind is Numbered else kind(), 7)
+def _built(strategy: str, is_validated: bool, is_stream: bool) -> list[Tensor]:
+    found, loader = list[Tensor](), DataLoader(Streamed(Numbered(14)) if is_stream else Numbered(14), 7)
     for module in (Built(), Built(compares_samples=True)):
-        strategy = SingleDeviceStrategy() if num_ranks == 1 else FSDPStrategy("auto", batch_size_is="global")
-        trainer = quiet_trainer(strategy, num_ranks, precision="64-true")
+        trainer = trainer_of(strategy, precision="64-true")
         if is_validated:  # which cuts it
             trainer.validate(module, loader, verbose=False)
         trainer.fit(module, loader)
@@ -58,14 +54,12 @@ def _built(num_ranks: int, is_validated: bool, kind: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("is_validated", "kind"), [(True, Numbered), (False, Stream)])
+@pytest.mark.parametrize(("is_validated", "is_stream"), [(True, False), (False, True)])
 def test_a_loss_of_layers_that_configure_model_builds_is_compared_once_they_are_cut(
-    is_validated: bool, kind: Any
+    is_validated: bool, is_stream: bool
 ) -> None:
     """It counted by samples, and layers that took no part were refused; one that compares samples was refused, too."""
-    expected = _built(1, is_validated, kind)
-    for trained in run_ranks(_built, 2, 2, is_validated, kind):
-        torch.testing.assert_close(trained, expected, rtol=0, atol=1e-10)
+    assert_as_single(_built, "shards", is_validated, is_stream)
 
 
 class Empty(Built):
@@ -75,9 +69,43 @@ class Empty(Built):
 
 
 def _empty() -> None:
-    quiet_trainer(FSDPStrategy(timeout_s=60), 2).fit(Empty(), DataLoader(Numbered(), 6))
+    trainer_of("shards").fit(Empty(), DataLoader(Numbered(), 6))
 
 
 def test_layers_that_no_rank_has_values_of_are_refused() -> None:
     with pytest.raises(RankError, match=r"fsdp: net\.0\.weight is on the meta device, so that it has no values"):
         run_ranks(_empty, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.scales = nn.ParameterList([nn.Parameter(nn.init.ones_(self.body.bias.new_empty(4)))])
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_parts_batchnorm_lists_of_parameters_and_small_parts_stay_with_the_root() -> None:
+    assert automatic_parts(Tied(), ["embed", "body", "norm", "scales", "head"]) == ["body"]
+    module = nn.Sequential(nn.Linear(100, 100), nn.Linear(1, 1), nn.Linear(100, 10))  # below a hundredth
+    assert automatic_parts(module, ["0", "1", "2"]) == ["0", "2"]
+
+
+def test_named_parts_come_before_the_parts_that_they_are_in() -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    assert named_parts(module, ["0", "0.1"]) == ["0.1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["boddy"], r"fsdp: shard: Tied has no module 'boddy'; the nearest are body"),
+        (["head"], r"head shares the parameter embed.weight with the rest of the module"),
+    ],
+)
+def test_names_that_cannot_be_parts_are_refused(names: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        named_parts(Tied(), names)

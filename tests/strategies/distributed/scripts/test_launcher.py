@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing import popen_fork
 from pathlib import Path
@@ -18,7 +18,8 @@ import warm_python
 from distributed import run_script, torchrun_env
 from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from regression import Net, Numbered, quiet_trainer
-from torch.utils.data import DataLoader, IterableDataset
+from tiny import Streamed
+from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.distributed.environment import verify_started
@@ -195,17 +196,12 @@ def test_a_script_that_fits_often_keeps_no_pipe() -> None:
     assert others == [first, first]
 
 
-class Rows(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (Numbered(24)[index] for index in range(24))
-
-
 def _fit_a_part_of_a_stream() -> int:
     popen: Any = popen_fork.Popen
     kill = popen.kill
     popen.kill = lambda process: kill(process) or os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     trainer = quiet_trainer(DDPStrategy(timeout_s=120), 2, max_epochs=1, limit_train_batches=2)
-    trainer.fit(Net(), DataLoader(Rows(), 2, num_workers=2))
+    trainer.fit(Net(), DataLoader(Streamed(Numbered(24)), 2, num_workers=2))
     return trainer.global_step
 
 
