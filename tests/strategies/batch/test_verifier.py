@@ -446,10 +446,18 @@ def test_what_steps_keep_and_draw_is_one_device_s(kind: type[Net], strategy: Any
         assert kept["counter"].total() == 2 * 21
 
 
-@pytest.mark.parametrize(("kind", "batch_size"), [(RowPairs, 6), (Draws, 7), (Episodes, 7)])
-def test_ranks_with_other_parts_than_a_few_samples_have_train_as_one_device(kind: type[Net], batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "strategy"),
+    [
+        *((kind, size, DDPStrategy) for kind, size in ((RowPairs, 6), (Draws, 7), (Episodes, 7))),
+        (Curriculum, 14, FSDPStrategy),  # trained on the best half of each rank's samples, in silence
+    ],
+)
+def test_ranks_whose_parts_are_not_those_of_a_few_samples_train_as_one_device(
+    kind: type[Net], batch_size: int, strategy: Any
+) -> None:
     expected, _ = two_epochs(kind, SingleDeviceStrategy(), 1, batch_size)
-    for found, _ in run_ranks(two_epochs, 2, kind, DDPStrategy(batch_size_is="global"), 2, batch_size):
+    for found, _ in run_ranks(two_epochs, 2, kind, strategy(batch_size_is="global"), 2, batch_size):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

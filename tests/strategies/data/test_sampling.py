@@ -51,12 +51,6 @@ def read(
     return ranks
 
 
-def test_per_device_deals_whole_batches_and_splits_the_last() -> None:
-    first, second = read(numbers(21, 8), "train", 2, "per_device")
-    assert first == [(list(range(8)), Share(8, 16)), ([16, 17, 18], Share(3, 5))]
-    assert second == [(list(range(8, 16)), Share(8, 16)), ([19, 20], Share(2, 5))]
-
-
 @pytest.mark.parametrize("data", [range(5), Streamed(range(5))])
 def test_global_divides_every_batch(data: Any) -> None:
     first, second = read(DataLoader(data, 4), "train", 2, "global")

@@ -200,15 +200,6 @@ class Experts(Net):
         return (self.net[2](hidden) - y).square().mean()
 
 
-class Curriculum(Net):
-    """Leaves out the samples with the largest losses, from the second epoch on."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, _ = batch
-        losses = (self.net(x) - y).square().flatten()
-        return (losses.topk(max(1, len(x) // 2), largest=False).values if self.current_epoch else losses).mean()
-
-
 class Way(NamedTuple):
     """A module, options of fsdp and of the trainer, samples, those of a batch, and what is run before it is fitted."""
 
@@ -253,8 +244,6 @@ WAYS = {
     # gathered for the whole step, since ranks gather the parts of a module in one order
     "experts that samples choose": Way(Experts, UNUSED | KEPT, num=8, size=2),
     "a gradient in a step": Way(SlopePenalized),
-    # trained on the best half of each rank's samples, in silence
-    "another loss from the second epoch on": Way(Curriculum, trainer=lambda: {"max_epochs": 3}),
 }
 
 
