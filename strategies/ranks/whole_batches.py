@@ -72,6 +72,7 @@ class WholeBatches:
         self.evaluation: Any = None
         self.seen_ranks: SimulatedRanks | None = None
         self._loader: Any = None
+        """What a loop of evaluation reads all batches from."""
         self._epochs: Replacement | None = None
         self._has_changed: Callable[[], bool] | None = None
         """Whether the step computes otherwise than when it was compared: on rank 0, or where all compute together."""
@@ -279,7 +280,7 @@ class WholeBatches:
 
         def compare() -> None:
             self.evaluation = loop
-            if self.is_whole("evaluate"):
+            if loop._combined_loader is self._loader or self.is_whole("evaluate"):
                 self._evaluate_alone(loop)
 
         _once(loop, "_on_evaluation_epoch_start", after=compare)

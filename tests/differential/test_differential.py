@@ -135,6 +135,9 @@ def of(*extras: str, shape: str = "tuple", net: str = "", **more: Any) -> Case:
 
 TOGGLED, CONSTANT = Optimization(optimizer="manual_toggle"), (Log(where="eval", batch_size="constant"),)
 FOUND: dict[str, tuple[Spread, Case]] = {
+    "the second evaluation of loaders that each rank reads whole added up what the ranks had": (
+        DDP, of(eval_kind="min_size", logs=(Log(value="n", where="eval"),))
+    ),
     "a list as long as the loader's batch_size was taken for the samples of a smaller batch": (
         DDP, of("nested_lists", "views", eval_kind="iterable", eval_num=1, eval_batch_size=3)
     ),

@@ -57,12 +57,6 @@ def test_auto_is_one_of_our_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(quiet().strategy) is DDPStrategy
 
 
-def test_a_start_method_that_the_platform_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: ["spawn"])
-    with pytest.raises(ConfigError, match=r"forking is not supported on this platform\. Choose one of spawn\."):
-        quiet(strategy="ddp_fork", devices=2)
-
-
 def test_the_bar_that_lightning_appends_is_drawn_by_time_and_a_given_one_keeps_its_rate() -> None:
     assert quiet(callbacks=[Callback()], enable_progress_bar=True).timed_bar is not None
     assert quiet(callbacks=[TQDMProgressBar(refresh_rate=7)], enable_progress_bar=True).timed_bar is None

@@ -1,12 +1,12 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint, Resumable, RunTimer, distinguish, make_resumable; find, file_io, checkpoint_io, snapshots,
+Exports: Checkpoint, Resumable, RunTimer, distinguish, make_resumable, next_of; find, file_io, checkpoint_io, snapshots,
 clean_points.
 May import: logging, loggers.
 """
 
 from ._callback import Checkpoint, distinguish
 from ._interval import RunTimer
-from ._loader_state import Resumable, make_resumable
+from ._loader_state import Resumable, make_resumable, next_of
 
-__all__ = ["Checkpoint", "Resumable", "RunTimer", "distinguish", "make_resumable"]
+__all__ = ["Checkpoint", "Resumable", "RunTimer", "distinguish", "make_resumable", "next_of"]

@@ -165,7 +165,8 @@ class LeanResults(_ResultCollection):
             pending.append(Logged(series, value, copy, size, given is not None, share))
             if not self.training:
                 series.logged = pending[-1]
-            if share is not None and not share.num and not series.shared:  # it shows the last batch that it has seen
+            has_none = share is not None and not share.num and not series.shared
+            if has_none and before is not None:  # it shows the last batch that it has seen
                 series.last = before
         return True
 

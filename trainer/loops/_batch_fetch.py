@@ -13,7 +13,7 @@ from torch import Tensor
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.side_streams import from_host
 from ...strategies.core.types import Batch
-from ..checkpoint._loader_state import next_of
+from ..checkpoint import next_of
 from .hook_plan import DATA_MODULE, MODULE, PRECISION, HookPlan, any_overridden, may_be_lean, overridden
 
 
