@@ -1,12 +1,16 @@
-"""The rooms: sizes, doors, and what the wheel holds. The arrows between rooms are checked by `lint-imports`."""
+"""The rooms: sizes, doors, and private names of libraries. The arrows between rooms are checked by `lint-imports`."""
 
 import ast
 import csv
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401  # private names are looked for in what was imported
 
+import evener.trainer.cli.train  # noqa: F401
 from evener.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
@@ -92,3 +96,47 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
 def test_a_strategy_is_composed_of_at_most_three_classes(name: str) -> None:
     own = [base.__name__ for base in STRATEGIES[name].__mro__ if base.__module__.startswith("evener.")]
     assert 1 <= len(own) <= 3
+
+
+LIBRARIES = ("torch", "pytorch_lightning", "lightning_fabric", "torchmetrics", "multiprocessing", "collections",
+             "typing")  # fmt: skip
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """The names that this project's own classes define or set on themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            yield node.attr
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def _is_own(owner: ast.expr) -> bool:
+    return ast.unparse(owner) in ("self", "cls", "super()")
+
+
+def _silent(tree: ast.Module) -> Iterator[str]:
+    """Names that are set on others' objects, or asked for with a default."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not _is_own(node.value):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            yield ast.unparse(node.args[1]).strip("'")
+
+
+def test_private_names_that_are_set_or_asked_for_exist() -> None:
+    """Of torch, Lightning and torchmetrics; a name that is imported, called or overridden fails by itself.
+
+    Overrides fail in the type checker, since they are marked `@override`.
+    """
+    paths = [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "strategies").rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    own = {name for tree in trees for name in _defined(tree)}
+    names = {name for tree in trees for name in _silent(tree) if re.fullmatch(r"_[a-z]\w*[a-z]", name)} - own
+    imported = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in LIBRARIES]
+    files = {Path(getattr(module, "__file__", None) or "") for module in imported}
+    sources = [file.read_text("utf-8") for file in files if file.suffix == ".py" and file.is_file()]
+    missing = names - {word for source in sources for word in re.findall(r"\w+", source)}
+    assert not missing, " ".join(sorted(missing))

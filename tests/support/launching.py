@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 import warm_python
+from omegaconf import DictConfig
 from surroundings import Terminal
 
-from evener.trainer import Result
+from evener.trainer import Result, compose
 from evener.trainer.checkpoint.find import find_newest
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,20 @@ ROOT = Path(__file__).parents[2]
 GONE_S = 120.0
 """Seconds within which every process of a run must be gone. Ten are promised; on two idle cores it takes 1.2 s after an
 exception, 1.9 s after a kill, and 4 s after a timeout, and on a busy machine many times as long."""
+
+
+def words_of(folder: Path) -> list[str]:
+    """What a run is told that trains a module of `launched.py`, and writes to a folder."""
+    return [
+        "accelerator=cpu", f"log_dir={folder}/logs", "data=none", "module._target_=launched.Told",
+        f"+module.record={folder}/record", "test_after_fit=false", "callbacks=none",
+    ]  # fmt: skip
+
+
+def configured(folder: Path, *overrides: str) -> DictConfig:
+    """The configuration of such a run of one epoch on one device, for the tests that train in their own process."""
+    short = ["strategy=single_device", "devices=1", "logger=none", "trainer.enable_model_summary=false"]
+    return compose([*words_of(folder), *short, "trainer.max_epochs=1", *overrides])
 
 
 class Run:
@@ -42,11 +57,8 @@ class Run:
         self.folder = folder
         self.record = folder / "record"
         self.output = folder / "output"
-        words = [
-            str(ROOT / "train.py"), "strategy=ddp", "devices=2", "accelerator=cpu",
-            f"log_dir={folder}/logs", "data=none", "module._target_=launched.Told", f"+module.record={self.record}",
-            "trainer.max_epochs=3", "test_after_fit=false", "callbacks=none", *overrides,
-        ]  # fmt: skip
+        given = (*words_of(folder), "strategy=ddp", "devices=2", "trainer.max_epochs=3", *overrides)
+        words = [str(ROOT / "train.py"), *given]
         if not any(word.startswith("logger=") for word in overrides):
             words.append("logger=none")
         paths = os.pathsep.join([str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from launching import configured
 from tiny import Scored, quiet
 from torch import nan
 
 from evener.strategies.core.module_checks import has_nan
-from evener.trainer import Result, compose, train
+from evener.trainer import Result, train
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.train import run_job
 from evener.trainer.job.result import summary_rows
@@ -76,20 +76,10 @@ def test_nan_is_found_in_weights_of_any_kind() -> None:
         assert has_nan(module)
 
 
-def config(folder: Path, target: str) -> DictConfig:
-    return compose(
-        [
-            "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={folder}/logs", "data=none",
-            f"module._target_=launched.{target}", f"+module.record={folder}/record", "trainer.max_steps=4",
-            "logger=none", "callbacks=none", "trainer.enable_model_summary=false", "test_after_fit=false",
-        ]
-    )  # fmt: skip
-
-
 def test_a_run_whose_weights_end_as_nan_has_diverged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # It ended with status 0, "fit finished" and a best checkpoint.
     with pytest.raises(SystemExit, match="Training diverged: the weights contain nan"):
-        run_job(config(tmp_path, "Diverges"))
+        run_job(configured(tmp_path, "module._target_=launched.Diverges", "trainer.max_steps=4"))
     shown = capsys.readouterr().out
     assert "fit diverged: its weights contain nan" in shown
     (written,) = tmp_path.rglob("result.json")
@@ -108,4 +98,4 @@ def test_a_job_that_diverged_is_not_the_best_of_a_sweep() -> None:
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`. If this was on purpose")  # Lightning's own
 def test_a_run_without_any_step_fails_and_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Nothing was trained: training_step returned None for every batch"):
-        train(config(tmp_path, "Silent"))
+        train(configured(tmp_path, "module._target_=launched.Silent", "trainer.max_steps=4"))

@@ -1,6 +1,7 @@
-"""Loaders with a state of their own: a run resumes where they were, also if the end of their data is unknown."""
+"""Loaders with a state of their own are resumed where they were; a batch is read as visibly as ever."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from distributed import run_ranks
 from pytorch_lightning.callbacks import ModelCheckpoint
 from tiny import Tiny, quiet
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from evener.strategies import ConfigError, DDPStrategy
+from evener.trainer.checkpoint._loader_state import next_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -72,3 +75,34 @@ def test_a_position_is_not_given_to_a_loader_with_another_state(tmp_path: Path) 
     run_ranks(_fit_on_rank, 2, tmp_path, timeout_s=120)
     with pytest.raises(ConfigError, match="can't tell a Stateful where it was"):
         fit(tmp_path / "resumed", tmp_path / "step=1.ckpt")
+
+
+def test_a_profiler_sees_the_loader() -> None:
+    fetch = next_of(iter(DataLoader(range(4), batch_size=2)))  # type: ignore[arg-type]
+    with torch.profiler.profile() as profiler:
+        fetch()
+    assert any("DataLoader" in event.key for event in profiler.key_averages())
+
+
+def test_a_patched_next_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", lambda self: torch.tensor([7]))
+    assert next_of(iter(DataLoader(range(4), batch_size=2)))().tolist() == [7]  # type: ignore[arg-type]
+
+
+class Longer(IterableDataset[int]):
+    """Yields more than its length says."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+def test_torch_warns_of_a_dataset_that_is_longer_than_it_says() -> None:
+    loader = DataLoader(Longer())
+    len(loader)
+    fetch = next_of(iter(loader))
+    fetch()
+    with pytest.warns(UserWarning, match="was reported to be 1"):
+        fetch()

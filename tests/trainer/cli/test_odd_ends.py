@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from launching import Run, running
 
 from evener.trainer import Result
@@ -38,8 +39,14 @@ def test_what_ends_a_step_is_told_with_the_users_frames(
     assert "site-packages" not in told
     assert "During handling" not in told
     (log,) = tmp_path.rglob("train.log")
-    assert Result.read(log.parent).reason == reason
-    assert "rank 0 failed: " in log.read_text()
+    frames, _, rest = log.read_text().partition("rank 0 failed: ")[2].partition(reason)
+    assert 'launched.py", line' in frames
+    assert "site-packages" not in frames
+    assert "site-packages" in rest, "all frames follow"
+    result = Result.read(log.parent)
+    assert (result.status, result.reason, result.failed_rank) == ("failed", reason, 0)
+    assert result.environment["versions"]["torch"] == torch.__version__
+    assert f"[{str(result.failed_at)[:-3]}" in log.read_text()  # to the minute
 
 
 def test_a_ctrl_c_while_python_itself_ends_leaves_no_traceback(tmp_path: Path) -> None:

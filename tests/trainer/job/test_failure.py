@@ -9,41 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from omegaconf import DictConfig, OmegaConf
+from launching import configured
+from omegaconf import DictConfig
 
 from evener.strategies import ConfigError
-from evener.trainer import Result, compose, train
-from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
-from evener.trainer.job.earlier_run import checkpoint_of_name
+from evener.trainer import Result, train
 from evener.trainer.job.log_file import error_sentence, report, users_frames
 
 
-def config(folder: Path, *overrides: str) -> DictConfig:
-    return compose(
-        [
-            "strategy=single_device", "devices=1", "accelerator=cpu", f"log_dir={folder}/logs", "data=none",
-            "module._target_=launched.Told", f"+module.record={folder}/record", "trainer.max_epochs=1", "logger=none",
-            "callbacks=none", "trainer.enable_model_summary=false", *overrides,
-        ]
-    )  # fmt: skip
-
-
-class Fails(torch.nn.Module):
-    def forward(self, x: Any) -> Any:
-        raise ValueError("3 features\n    for a layer of 2")
-
-
-def test_the_frames_of_libraries_are_left_out_but_the_innermost_where_there_is_none_of_the_user() -> None:
-    with pytest.raises(ValueError, match="3 features") as raised:
-        Fails()(1)
-    _, *rest = users_frames(raised.value).splitlines()
-    assert [line.rpartition(", in ")[2][:10] for line in rest if line.startswith("  File")] == ["test_the_f", "forward"]
-    assert rest[-3:] == [
-        "ValueError: 3 features",
-        "    for a layer of 2",
-        "(2 frames of libraries are left out; HYDRA_FULL_ERROR=1 shows them.)",  # _wrapped_call_impl and _call_impl
-    ]
+def test_of_an_error_without_a_frame_of_the_user_the_innermost_is_shown() -> None:
     with pytest.raises(ValueError, match="Expecting") as raised:
         json.loads("{")
     own = raised.value.__traceback__
@@ -58,27 +32,8 @@ def test_a_file_that_the_user_misses_is_not_taken_for_the_runs_directory() -> No
     assert "log_dir" not in error_sentence(raised.value)
 
 
-def test_a_failed_run_says_why_in_its_log_and_result(tmp_path: Path) -> None:
-    # Both said nothing: only the console had the reason, under nohup and in a sweep nobody.
-    cfg = config(tmp_path, "module._target_=launched.Raises")
-    with pytest.raises(KeyError, match="had enough"):
-        train(cfg)
-    (log,) = tmp_path.rglob("train.log")
-    text = log.read_text()
-    first, _, rest = text.partition("rank 0 failed: ")[2].partition("KeyError: 'rank 0 had enough'")
-    assert 'launched.py", line' in first
-    assert "site-packages" not in first
-    assert "site-packages" in rest  # all frames follow
-    result = Result.read(log.parent)
-    assert (result.status, result.reason, result.failed_rank) == ("failed", "KeyError: 'rank 0 had enough'", 0)
-    assert result.strategy == "single_device"
-    assert result.environment["versions"]["torch"] == torch.__version__
-    assert result.failed_at is not None
-    assert f"[{result.failed_at[:-3]}" in text  # to the minute
-
-
 def test_a_refused_run_has_the_sentence_and_no_traceback(tmp_path: Path) -> None:
-    cfg = config(tmp_path, "resume=last")
+    cfg = configured(tmp_path, "resume=last")
     with pytest.raises(ConfigError, match="no checkpoint found"):
         train(cfg)
     (log,) = tmp_path.rglob("train.log")
@@ -89,7 +44,7 @@ def test_a_refused_run_has_the_sentence_and_no_traceback(tmp_path: Path) -> None
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> DictConfig:
-    cfg = config(tmp_path)
+    cfg = configured(tmp_path)
     cfg.run_dir = str(tmp_path)
     return cfg
 
@@ -130,11 +85,3 @@ def test_a_full_disk_does_not_hide_the_reason(tmp_path: Path, cfg: DictConfig, m
     monkeypatch.undo()
     cfg.run_dir = str(tmp_path / "gone")
     assert is_first(cfg, 0, "KeyError: 1")
-
-
-def test_resume_last_takes_the_newest_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "last.ckpt"
-    path.parent.mkdir()
-    VerifiedCheckpointIO().save_checkpoint({"state_dict": {"steps": torch.tensor(3)}}, path)
-    cfg = OmegaConf.create({"log_dir": str(tmp_path.parent), "name": tmp_path.name, "resume": "last"})
-    assert checkpoint_of_name(cfg) == path
