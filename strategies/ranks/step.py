@@ -14,6 +14,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torchmetrics.wrappers import Running
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
@@ -340,9 +341,23 @@ def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool =
                 del state["_computed"]  # on the other ranks an update has cleared it: all must compute it again
             stack.enter_context(run.counting(metrics))
             yield
+            windows = [
+                (m, m._num_vals_seen - state["_num_vals_seen"]) for m, state in metrics if isinstance(m, Running)
+            ]
+        for metric, num in windows:
+            for _ in range(num):
+                _count_nothing(metric)
     finally:
         for own, before in buffers:  # the step may have put others in their place
             own.update(before)
         kept.restore()
         for value, length in lists:
             del value[length:]
+
+
+def _count_nothing(metric: Running) -> None:
+    """Let a window go on by a batch of which this rank has no samples, so that it holds the same ones on all ranks."""
+    for name, default in metric.base_metric._defaults.items():
+        empty = default.detach().clone().to(metric.device) if isinstance(default, Tensor) else []
+        setattr(metric, f"{name}_{metric._num_vals_seen % metric.window}", empty)
+    metric._num_vals_seen += 1

@@ -135,6 +135,9 @@ def of(*extras: str, shape: str = "tuple", net: str = "", **more: Any) -> Case:
 
 TOGGLED, CONSTANT = Optimization(optimizer="manual_toggle"), (Log(where="eval", batch_size="constant"),)
 FOUND: dict[str, tuple[Spread, Case]] = {
+    "a window was refused after an epoch, as a rank had no sample of its last batch": (
+        DDP, of(logs=(Log(value="running_mean", on_epoch=True),))
+    ),
     "the second evaluation of loaders that each rank reads whole added up what the ranks had": (
         DDP, of(eval_kind="min_size", logs=(Log(value="n", where="eval"),))
     ),
