@@ -50,7 +50,7 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
         "+module.num_workers": dice.choice([0, 0, 2]),
         "+module.steps": dice.choice(["StepLR", "plateau", "cosine"]),
         "trainer.accumulate_grad_batches": dice.choice([1, 1, 2, 3]),
-        "+trainer.exact_accumulation": dice.choice([False, True]),
+        "trainer.exact_accumulation": dice.choice([False, True]),
         "trainer.val_check_interval": dice.choice([1.0, 3]),
         "checkpoint": dice.choice(["best", "every_n_steps"]),
         "seed": dice.randrange(1000),

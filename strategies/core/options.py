@@ -51,7 +51,7 @@ _RENAMED = {"verify_loss": "verify"}
 GONE = {
     "copy_frozen": "Leave it out: all parameters are copied to the devices before each training step.",
     "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
-    "model_parallel_size": "Choose strategy=ddp_model_parallel, whose ranks are cut into stages.",
+    "model_parallel_size": "Choose strategy=ddp_model_parallel, which cuts a copy per rank into stages.",
     "objective": "Leave it out: shares are measured by time; give strategy.weights for others.",
     "overlap": "Leave it out: micro-batches are launched in the schedule's order.",
     "profile_activations": "Leave it out: set balance=time, or name the cut (partition).",

@@ -143,7 +143,9 @@ def _damage_named(path: Path) -> Generator[None]:
             ) from None
         what = "corrupted" if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "incomplete"
         why = (
-            f": {exc}" if isinstance(exc, (OSError, EOFError, ValueError, zipfile.BadZipFile)) else " or no checkpoint"
+            f": {exc}"
+            if str(exc) and isinstance(exc, (OSError, EOFError, ValueError, zipfile.BadZipFile))
+            else " or no checkpoint"
         )
         raise CheckpointError(f"The checkpoint {path} is {what}{why}. Use another one.") from exc
 
@@ -201,7 +203,7 @@ def is_good(path: str | Path) -> bool:
         if not {_LIGHTNINGS, _MARK} & _read(Path(path), mapped=None).keys():
             raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
     except (CheckpointError, OSError) as exc:
-        logger.warning("%s It is skipped.", exc)
+        logger.warning("%s It is skipped.", str(exc).removesuffix(" Use another one."))
         return False
     return True
 

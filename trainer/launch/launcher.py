@@ -88,8 +88,9 @@ def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
         or (f"strategy={name}" if name not in ("ddp", "balanced_ddp") else "")
         or ("" if can_fork(plan) else f"devices={', '.join(sorted({device.type for device in plan.devices}))}")
         or next((f"strategy.{key}={value}" for key, value in options.items()), "")
-        or (f"launcher.spares={spares}, which is no longer there" if spares else "")
     )
+    if spares:
+        raise ConfigError(f"launcher.spares={spares} is no longer there. Leave it out: the remaining ranks go on.")
     if found:
         raise ConfigError(
             "launcher.survive=true needs strategy=ddp with strategy.batch_size_is=global, or balanced_ddp, on the CPUs "

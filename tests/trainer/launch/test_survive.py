@@ -54,7 +54,7 @@ GLOBAL = {"batch_size_is": "global"}
         ({"batch_size_is": "per_device"}, {}, "strategy.batch_size_is=per_device"),
         ({**GLOBAL, "shard_optimizer": True}, {}, "strategy.shard_optimizer=True"),
         ({**GLOBAL, "compression": "bf16"}, {}, "strategy.compression=bf16"),
-        (GLOBAL, {"survive": True, "spares": 1}, "launcher.spares=1, which is no longer there"),
+        (GLOBAL, {"survive": True, "spares": 1}, "launcher.spares=1 is no longer there"),
     ],
 )
 def test_where_ranks_need_one_another_it_is_refused_by_name(
@@ -62,7 +62,7 @@ def test_where_ranks_need_one_another_it_is_refused_by_name(
 ) -> None:
     strategy = {"_target_": "evener.strategies.DDPStrategy", **changes}
     cfg = OmegaConf.create({"strategy": strategy, "devices": 2, "accelerator": "cpu", "launcher": launcher})
-    with pytest.raises(ConfigError, match=f"got {re.escape(found)}"):
+    with pytest.raises(ConfigError, match=re.escape(found)):
         verify_survive(cfg, LaunchPlan.of(cfg), "")
 
 
