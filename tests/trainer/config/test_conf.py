@@ -110,6 +110,10 @@ def test_keys_that_files_share_have_one_default_and_one_explanation() -> None:
     assert differing("checkpoint/last", "checkpoint/every_n_steps", "checkpoint/interval") == {"save_top_k"}
 
 
+def test_accumulated_batches_count_by_their_samples_by_default() -> None:
+    assert compose([]).trainer.exact_accumulation is True  # as docs/law_1.md says; no file said it
+
+
 def test_files_are_composed_inside_a_run_of_hydra_which_goes_on() -> None:
     """A `mode=compare` of the command line ended: GlobalHydra is already initialized."""
     with initialize_config_module("evener.conf", version_base="1.3"):
