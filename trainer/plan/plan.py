@@ -130,6 +130,7 @@ def one_device(cfg: DictConfig) -> dict[str, Any]:
         "precision": "bf16-mixed" if str(cfg.precision) == "16-mixed" else str(cfg.precision),
         # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
+        "exact_accumulation": False,  # which looks at samples, whose tensors have no values here
     }  # fmt: skip
 
 
