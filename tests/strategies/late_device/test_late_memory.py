@@ -75,7 +75,8 @@ def _root_peaks() -> list[float]:
 
 
 def test_the_roots_peak_under_dp_does_not_depend_on_the_number_of_replicas() -> None:
-    peaks = late_device.run(_root_peaks)
+    # the lower one of two runs: on a busy machine two gradients may be on their way at once
+    peaks = [min(pair) for pair in zip(late_device.run(_root_peaks), late_device.run(_root_peaks), strict=True)]
     # parameters, gradients, the sum of the others', and one replica's on its way; activations of 4 samples. On a busy
     # machine some are gone before others come
     assert min(peaks) > 2.0
