@@ -219,7 +219,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         assert self.parallel_devices is not None
         num = len(new.kept)
         self.balance.regroup(new.kept)
-        self.whole_batches.end_evaluation()
         self.sync.unwrap()
         os.environ.update(RANK=str(new.rank), LOCAL_RANK=str(new.rank))
         os.environ.update(WORLD_SIZE=str(num), LOCAL_WORLD_SIZE=str(num))
@@ -513,10 +512,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.whole_batches.begin_evaluation()
 
     on_test_start = on_validation_start
-
-    @override
-    def on_validation_end(self) -> None:
-        self.whole_batches.end_evaluation()
 
     @override
     def on_predict_end(self) -> None:

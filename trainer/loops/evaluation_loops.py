@@ -135,8 +135,12 @@ class PlannedLoop(_Loop):
         """
         ranks = ranks_of(self.trainer.strategy)
         infers = self.inference_mode and ranks is not None and not ranks.sync.evaluates_together
-        with torch.inference_mode() if infers else nullcontext():
-            return cast("Any", super()).run()
+        try:
+            with torch.inference_mode() if infers else nullcontext():
+                return cast("Any", super()).run()
+        finally:  # also where a signal or a failure ends it, which leads to a checkpoint of all ranks
+            if ranks is not None:
+                ranks.whole_batches.end_evaluation()
 
     def reset(self) -> None:
         """Plan the steps of the next run, unless Lightning's own must run."""

@@ -182,10 +182,37 @@ def _counted(strategy: Any, devices: int) -> list[Any]:
 def test_what_evaluations_add_up_is_one_device_s_on_every_rank(strategy: Any) -> None:
     expected = _counted(SingleDeviceStrategy(), 1)
     assert [end[1] for end in expected] == [4, 9, 9]
-    for found in run_ranks(
-        _counted, 3, strategy(batch_size_is="global"), 3
-    ):  # of the last batch, of one sample, two ranks have none
+    of_ranks = run_ranks(_counted, 3, strategy(batch_size_is="global"), 3)
+    for found in of_ranks:  # of the last batch, of one sample, two ranks have none
         assert_same(found, expected, 1e-9)
+
+
+class Failing(Counting):
+    """Fails in its second validation, which each rank runs whole."""
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self.ends:
+            raise ArithmeticError
+
+
+class Told(pl.Callback):
+    num_ranks = 0
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        self.num_ranks = trainer.world_size
+
+
+def _failed() -> int:
+    case, told = Case(num=9), Told()
+    strategy = DDPStrategy(batch_size_is="global")
+    with pytest.raises(ArithmeticError):
+        make_trainer(case, strategy, devices=2, callbacks=[told]).fit(Failing().double(), case.loader(), case.loader())
+    return told.num_ranks
+
+
+def test_ranks_see_each_other_again_where_an_evaluation_of_each_fails() -> None:
+    # Failed before: 1, so that a checkpoint that a failure or a signal leads to would have had one rank's position.
+    assert run_ranks(_failed, 2) == [2, 2]
 
 
 class Appending(Net):
