@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -122,8 +122,10 @@ def _described(value: Any, is_hparam: bool) -> tuple[Any, str, Any] | None:
             return str(value), "path", None
         case enum.Enum():
             return value.value, kind, None
-        case _ if is_hparam and (is_dataclass(value) or isinstance(value, (Namespace, SimpleNamespace))):
-            return None if isinstance(value, type) else (dict(getattr(value, "__dict__", {})), kind, None)
+        case Namespace() | SimpleNamespace() if is_hparam:
+            return vars(value), kind, None
+        case _ if is_hparam and is_dataclass(value) and not isinstance(value, type):
+            return {one.name: getattr(value, one.name, None) for one in fields(value)}, kind, None
         case _:
             return None
 

@@ -20,7 +20,7 @@ class Color(Enum):
     RED = "the red"
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     size: float
     where: Path
