@@ -90,11 +90,10 @@ def new(folder: Path) -> None:
 
 def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
-    sources = [PACKAGE]
-    if Path("conf/strategy").is_dir():
-        sources.append(command.Source(str(Path("conf").absolute()), "project"))
+    own = [command.Source(str(Path("conf").absolute()), "project")] if Path("conf/strategy").is_dir() else []
     table = new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
-    for found in sources:
-        for name in found.files("strategy"):
-            table.add_row(name, first_sentence(found.text(f"strategy/{name}")))
+    # in a clone of this project both are the same files
+    found = {name: source.text(f"strategy/{name}") for source in (PACKAGE, *own) for name in source.files("strategy")}
+    for name, text in found.items():
+        table.add_row(name, first_sentence(text))
     print_table(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
