@@ -371,10 +371,7 @@ class StepComparison:
         Micro-batches would also write one after the other what the whole writes once. Of the rest, replicas and
         micro-batches keep what one of them has left, and ranks their own, which is told.
         """
-        in_turn, by_rank = (
-            self._trial.goes_on and self._trains,
-            self._trial.of_ranks and not self._trains,
-        )
+        in_turn, by_rank = self._trial.goes_on and self._trains, self._trial.of_ranks and not self._trains
         names = sorted({name for step in tried.steps for name in step.written})
         written = {name: [step.written.get(name) for step in tried.steps] for name in names}
         found = [
