@@ -28,8 +28,8 @@ from evener.strategies import (
     DataParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.batch.losses import chunk_losses
 from evener.strategies.batch.policies import Even
+from evener.strategies.batch.results import chunk_losses
 from evener.strategies.batch.structure import BatchStructure
 from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .batch.batch_dims import BatchDims
-from .batch.whole.whole_steps import GlobalView
+from .batch.layout import GlobalView
+from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.options import Count, checked
 from .data.loaders import BatchSizeIs

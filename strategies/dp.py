@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import pytorch_lightning as pl
 from typing_extensions import override
 
-from .batch.batch_dims import BatchDims
-from .batch.layout import Layout, SingleLayout, drop_layout
+from .batch.layout import Layout, OrWhole, SingleLayout, drop_layout
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, Policy
-from .batch.whole.whole_steps import OrWhole
+from .batch.structure import BatchDims
 from .core.errors import verify_submodules
 from .core.options import checked
 from .core.types import Device

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .balance.ranks import RankBalance
-from .batch.whole.whole_steps import GlobalView
+from .batch.layout import GlobalView
 from .core.errors import ConfigError
 from .core.options import Advice, Count, checked, hints_of
 from .ranks.gradient_sync import GradientSync

@@ -7,9 +7,9 @@ from typing import Any
 import pytorch_lightning as pl
 from typing_extensions import override
 
-from .batch.batch_dims import BatchDims
+from .batch.layout import OrWhole
 from .batch.one_process import OneProcessStrategy
-from .batch.whole.whole_steps import OrWhole
+from .batch.structure import BatchDims
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, default_collate
 
 from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy
-from evener.strategies.batch.losses import ChunkLosses
+from evener.strategies.batch.results import ChunkLosses
 from evener.trainer import compose
 from evener.trainer.callbacks import RunSummary
 from evener.trainer.checkpoint._data_worker import start_workers

@@ -6,13 +6,15 @@ ReplicaLayout   a copy per device, the batch is cut  replicas, each on its devic
 StageLayout     one copy, cut across its devices     micro-batches, one after the other  strategies/pipeline/layout.py
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
 
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import WarningCache
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,11 +23,74 @@ from ..core.module_checks import has_batchnorm
 from ..core.types import Batch, Chunk
 from .exact.loss_reader import LossReader
 from .log_recorder import LogRecorder
-from .losses import losses_in
 from .policies import Policy, without_single_samples
+from .results import losses_in
 from .run_structures import RunStructures
 from .whole.over_batch import end_of_step
-from .whole.whole_steps import WholeSteps
+
+OrWhole: TypeAlias = Literal["auto", False]
+"""Whether steps may get whole batches: where a module trains otherwise in parts of them, or these can't be cut."""
+
+
+GlobalView: TypeAlias = bool | Literal["auto"]
+"""The same, or whether they always get them."""
+
+
+STEPS = frozenset(("training_step", "validation_step", "test_step", "predict_step"))
+
+
+@dataclass
+class WholeSteps:
+    """The steps of a run that get whole batches.
+
+    Args:
+        strategy: name that begins messages.
+        how: how a step computes a whole batch, for the log.
+        allowed: whether steps may get them.
+    """
+
+    strategy: str = ""
+    how: str = ""
+    allowed: bool = False
+    names: set[str] = field(default_factory=set[str])
+
+    def take(self, step: str, why: PartsDiffer) -> None:
+        """Give a step whole batches, or refuse that."""
+        if not self.allowed or step in self.names:
+            raise why
+        self.names |= STEPS if step == "training_step" else {step}  # its evaluation computes the same loss
+        tell_whole(self.strategy, why, f"{step} gets whole batches (strategy.global_view), {self.how}")
+
+    def go_on(self, names: Collection[str]) -> None:
+        """Give steps whole batches that got them in the run that is resumed."""
+        if self.allowed and not self.names.issuperset(names):
+            self.names.update(names)
+            rank_zero_info(f"{self.strategy}: {', '.join(sorted(names))} get whole batches, as before, {self.how}.")
+
+    @contextmanager
+    def where_needed(self, step: str) -> Generator[None]:
+        """Give a step whole batches from now on if what is tried inside the block needs them."""
+        try:
+            yield
+        except PartsDiffer as exc:
+            self.take(step, exc)
+
+    def run(self, step: str, call: Callable[[], Any]) -> Any:
+        """Run a step, which is known to need whole batches before anything of it counts; then it runs again."""
+        try:
+            return call()
+        except PartsDiffer as exc:
+            self.take(step, exc)
+        return call()
+
+
+def tell_whole(strategy: str, why: PartsDiffer, what: str) -> None:
+    """Say in one line why steps get whole batches, and what that means."""
+    reason = str(why).partition(". ")[0].removesuffix(".")
+    named = reason if reason.startswith(f"{strategy}: ") else f"{strategy}: {reason}"
+    faster = "; evener.over_batch(fn) is faster" if "evener.over_batch(fn)" in str(why) else ""
+    rank_zero_info(f"{named}. So {what}{faster}.")
+
 
 Attach: TypeAlias = Callable[[Tensor], Tensor]
 

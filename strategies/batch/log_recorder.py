@@ -20,10 +20,9 @@ from ..core.no_value import NoValue, known
 from .evaluation_lists import BatchLists, EvaluationLists
 from .exact.programs import RETURNED, Program
 from .exact.tape import Tape
-from .exact.values import Values
-from .losses import FOUND, ChunkLosses, chunk_losses, is_loss
+from .exact.verdict import Values
 from .part_metrics import PartMetrics, grouped
-from .results import ResultStructure, combine
+from .results import FOUND, ChunkLosses, ResultStructure, chunk_losses, combine, is_loss
 
 _HOW: dict[Any, str] = {
     fx: how for how in ("max", "min", "sum") for fx in (how, getattr(builtins, how), getattr(torch, how))

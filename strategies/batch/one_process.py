@@ -18,16 +18,15 @@ from ..core.module_log import restore_logs
 from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
-from .batch_dims import BatchDims, verify_batch_dims
 from .evaluation_lists import EvaluationLists
 from .exact.loss_reader import LossReader
 from .exact.verdict import Views
 from .exact.verifier import find_evaluated, verified
-from .layout import Layout, drop_layout
-from .losses import weighs_in_loop
+from .layout import Layout, OrWhole, WholeSteps, drop_layout
+from .results import weighs_in_loop
 from .run_structures import RunStructures, dataloader_index
-from .whole.gathering import gathered
-from .whole.whole_steps import OrWhole, WholeSteps
+from .structure import BatchDims, verify_batch_dims
+from .whole.meeting import gathered
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):

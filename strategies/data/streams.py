@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import Work
 from typing_extensions import override
 
+from ..batch.layout import tell_whole
 from ..batch.structure import BatchStructure
 from ..batch.tree import Path, walk
-from ..batch.whole.whole_steps import tell_whole
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from .sampling import Agree, Divide, Pass, Passes, Share, in_one_order

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..batch.exact.plans import graph
-from ..batch.losses import chunk_losses
+from ..batch.exact.loss_reader import graph
+from ..batch.results import chunk_losses
 from ..core.devices import precise_dtype
 from ..core.executor import autocast_types
 from ..core.patching import without_hooks

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 
-from ..batch.exact.plans import Part
+from ..batch.exact.loss_reader import Part
 from ..core.module_checks import is_metric
 from ..core.module_state import LIGHTNING_KEYS
 from ..core.patching import hooks_of

@@ -18,9 +18,9 @@ from torchmetrics.wrappers import Running
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
-from ..batch.exact.plans import Plan
+from ..batch.exact.verdict import Plan
 from ..batch.layout import SingleLayout
-from ..batch.losses import loss_weight, losses_in, weighs_in_loop, weight_in
+from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError

@@ -20,12 +20,11 @@ from typing_extensions import override
 
 from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
-from ..batch.batch_dims import BatchDims, verify_batch_dims
 from ..batch.evaluation_lists import EvaluationLists
-from ..batch.layout import Layout, SingleLayout, drop_layout
+from ..batch.layout import STEPS, GlobalView, Layout, SingleLayout, drop_layout
 from ..batch.run_structures import RunStructures
-from ..batch.whole.gathering import SimulatedRanks, gathered, simulated_ranks
-from ..batch.whole.whole_steps import STEPS, GlobalView
+from ..batch.structure import BatchDims, verify_batch_dims
+from ..batch.whole.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..core.errors import ConfigError
 from ..core.loop_contract import evaluation_step, run_backward
 from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 from ..batch.exact.cuts import MOST_SAMPLES
-from ..batch.exact.plans import Plan
 from ..batch.exact.step_comparison import StepComparison
-from ..batch.exact.verdict import Views
+from ..batch.exact.verdict import Plan, Views
 from ..batch.exact.verifier import find_evaluated, verified
-from ..batch.losses import weighs_in_loop
-from ..batch.run_structures import num_evaluated
-from ..batch.samples import FewSamples, chosen_loaders
-from ..batch.whole.gathering import Alone, SimulatedRanks
-from ..batch.whole.whole_steps import GlobalView, WholeSteps, tell_whole
+from ..batch.layout import GlobalView, WholeSteps, tell_whole
+from ..batch.results import weighs_in_loop
+from ..batch.run_structures import FewSamples, chosen_loaders, num_evaluated
+from ..batch.whole.meeting import Alone, SimulatedRanks
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_plain
 from ..core.patching import Replacement

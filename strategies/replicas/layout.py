@@ -13,15 +13,14 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
-from ..batch.layout import Attach, PartsLayout
+from ..batch.layout import STEPS, Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
-from ..batch.losses import join_evaluated, losses_in
 from ..batch.policies import Even, Policy
+from ..batch.results import join_evaluated, losses_in
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
 from ..batch.whole.meeting import Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
-from ..batch.whole.whole_steps import STEPS
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.mixed_devices import MixedDevices

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.exact.loss_reader import LossReader
-from ..batch.exact.values import Values
+from ..batch.exact.verdict import Values
 from ..batch.log_recorder import LogRecorder
 from ..batch.whole.meeting import Meeting
 from ..core.devices import is_accelerator, seconds_between, time_mark

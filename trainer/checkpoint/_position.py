@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from ...strategies.batch.whole.whole_steps import WholeSteps
+from ...strategies.batch.layout import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import is_metric

@@ -3,7 +3,7 @@
 | what is exchanged | when |
 |---|---|
 | step values with `sync_dist=True`, all keys together | end of a training step |
-| values that follow from sums over the batch (batch/exact/values.py) | with these; in evaluation at the epoch's end |
+| values that follow from sums over the batch (batch/exact/verdict.py) | with these; in evaluation at the epoch's end |
 | step values of metrics with `sync_dist=True` | end of such a training step |
 | step values of evaluation, where ranks may have unequal numbers of batches | end of the epoch |
 | sums of the epoch, with one collective for all keys; metrics exchange their own states | end of the epoch |
@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ...strategies.batch.exact.programs import Programs
-from ...strategies.batch.exact.values import Values, combined
+from ...strategies.batch.exact.verdict import Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import metrics_of

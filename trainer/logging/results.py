@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ...strategies.batch.losses import is_loss
+from ...strategies.batch.results import is_loss
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import callbacks_of

@@ -29,7 +29,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ...strategies.batch.losses import loss_and_others
+from ...strategies.batch.results import loss_and_others
 from ...strategies.core.loop_contract import NothingToDo
 from ...strategies.core.types import Batch
 from ._batch_fetch import OneLoader, batch_mover

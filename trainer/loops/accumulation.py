@@ -18,7 +18,7 @@ from typing_extensions import override
 from ...strategies.batch.exact.loss_reader import LossReader
 from ...strategies.batch.exact.verdict import Views
 from ...strategies.batch.exact.verifier import verified
-from ...strategies.batch.losses import loss_and_others, loss_weight, weighs_in_loop
+from ...strategies.batch.results import loss_and_others, loss_weight, weighs_in_loop
 from ...strategies.batch.run_structures import batch_structure
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.patching import Replacement

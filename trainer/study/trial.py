@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from ...strategies import ConfigError
-from ...strategies.batch.losses import loss_weight
+from ...strategies.batch.results import loss_weight
 from ...strategies.core.devices import has_streams, precise_dtype
 from ...strategies.core.rng import generator_state
 from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm

@@ -13,8 +13,7 @@ from torch import Tensor
 from ...core.devices import is_out_of_memory
 from ...core.errors import PartsDiffer
 from ...core.types import Batch
-from ..run_structures import equal_parts
-from ..samples import FewSamples, chunk
+from ..run_structures import FewSamples, chunk, equal_parts
 from ..structure import BatchStructure
 from .module_state import Written
 from .trial import Cannot, MakesBatch, Ran, Trial

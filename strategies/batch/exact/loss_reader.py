@@ -1,13 +1,20 @@
-"""Read, in each training step, what the losses of the parts of a batch count by, and give them the batch's gradients.
+"""Give the losses of parts of a batch the gradients that they have in the whole batch's loss.
 
-one weight     a part's loss counts by it, as by a `loss_weight`: beside the loss, under the key `FOUND`
+A loss is a program (`programs.py`) of numbers that reduce the batch, its leaves: L = f(l_1, ..., l_n). With m_j leaf j
+of the whole batch, merged of those of the parts, the gradient that enters leaf j of part p is df/dl_j(m) * w_pj, where
+w_pj is the part's fraction of a mean, 1 for a sum, its share for what all parts have alike.
+
+by samples     a mean over samples: nothing is read in a step
+one weight     the whole loss counts by one leaf, as by a `loss_weight`: beside the loss, under the key `FOUND`
 all leaves     the loss counts by samples, and the gradients of its leaves are put in their place (`Part.scale`)
+
+That a plan is right is not decided here but by gradients, in `step_comparison.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
@@ -15,11 +22,102 @@ from torch import Tensor
 
 from ...core.devices import precise_dtype
 from ...core.errors import ConfigError, PartsDiffer
-from ..losses import FOUND, weight_in
-from .plans import OF_SAMPLES, Part, Plan
-from .programs import RETURNED
+from ..results import FOUND, weight_in
+from .programs import RETURNED, Program
 from .tape import Tape, active_tape
-from .values import Values
+from .verdict import OF_SAMPLES, Plan, Values
+
+Gradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+class Part:
+    """The loss of one part of a batch.
+
+    Args:
+        loss: of shape (), before its backward pass.
+        num: samples of the part; 0 counts nothing of it.
+        tape: of the step.
+
+    Attributes:
+        rows: the leaves of the loss.
+    """
+
+    num_hooks: ClassVar[int] = 0
+    """How many hooks all parts have registered on nodes of graphs; torch counts them with those of modules."""
+
+    def __init__(self, loss: Tensor, plan: Plan, num: float, tape: Tape) -> None:
+        self.plan, self.loss, self.num = plan, loss, num
+        self.program = program = plan.program or Program((), ())
+        self.rows = [row if num else torch.zeros_like(row) for row in tape.rows(program, loss.device)]
+        self._numbers = tape.numbers(program)
+        self.handles: list[Any] = []
+        """Hooks on the graph, which go with it."""
+
+    @property
+    def weight(self) -> Tensor | float:
+        """What the whole loss counts by."""
+        if self.plan.base is None:
+            return self.num
+        row = self.rows[self.plan.base]
+        return row[1] if self.program.leaves[self.plan.base].how == "mean" else row[2]
+
+    def guard(self) -> None:
+        """Have no gradient enter the leaves of a part that counts nothing: what divides by 0 makes nan of a 0."""
+        weight = torch.as_tensor(self.weight)
+        if weight.is_cpu and weight != 0:  # elsewhere to ask would wait
+            return
+        for node in self._nodes().values():
+            self._keep(node, partial(_none_without, weight))
+
+    def scale(self, merged: Sequence[Tensor], share: float) -> None:
+        """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.
+
+        Args:
+            merged: the leaves of the whole batch.
+            share: what the loss of this part is multiplied by in the whole batch's.
+        """
+        upstream, nodes = list[Tensor | None](), self._nodes()
+        self._keep(self.loss.grad_fn, partial(_noted, upstream))
+        for j, slope in self.program.slopes(merged).items():
+            leaf = self.program.leaves[j]
+            if j not in nodes:
+                continue
+            own = slope * (share if leaf.how == "same" else 1.0)
+            if leaf.how == "mean":
+                by = self.rows[j][1]
+                own = torch.where(by == 0, 0.0, slope * by / merged[j][1])
+            self._keep(nodes[j], partial(_put, upstream, own, share, -1 - leaf.slot))
+
+    def _keep(self, node: Any, hook: Any) -> None:
+        self.handles.append(node.register_prehook(hook))
+        Part.num_hooks += 1
+
+    def _nodes(self) -> dict[int, Any]:
+        """The nodes of the graph that have computed the leaves, found by torch's numbers of them."""
+        found, wanted = dict[int, Any](), set(self._numbers.values())
+        for node in graph(self.loss, wanted):
+            if node._sequence_nr() in wanted:
+                found[node._sequence_nr()] = node
+                if len(found) == len(wanted):
+                    break
+        return {j: found[number] for j, number in self._numbers.items() if number in found}
+
+
+def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, each once.
+
+    Args:
+        ends: numbers of nodes below which nothing matters; neither do graphs of several parts then.
+    """
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if ends is None or not (node._sequence_nr() in ends or "OverBatch" in node.name()):
+            left += [child for child, _ in node.next_functions]
 
 
 class LossReader:
@@ -116,3 +214,25 @@ class LossReader:
         whole = self.num_whole or sum(part.num for part in self.parts)
         for part in self.parts:
             part.scale(merged, part.num / whole)
+
+
+def _noted(upstream: list[Tensor | None], gradients: Gradients) -> None:
+    upstream[:] = gradients[:1]
+
+
+def _none_without(weight: Tensor, gradients: Gradients) -> Gradients:
+    return tuple(
+        None if one is None else torch.where(weight.to(one.device) == 0, torch.zeros_like(one), one)
+        for one in gradients
+    )
+
+
+def _put(upstream: list[Tensor | None], gradient: Tensor, share: float, k: int, gradients: Gradients) -> Gradients:
+    """The gradient of a leaf in the whole batch's loss, of which this part's is multiplied by its share."""
+    (own,) = upstream
+    assert own is not None
+    found = gradient * own.to(gradient) / share if share else torch.zeros_like(gradient)
+    return tuple(
+        found.to(one.device, one.dtype).reshape(one.shape) if j == k and one is not None else one
+        for j, one in enumerate(gradients)
+    )

@@ -1,7 +1,8 @@
 """Find how the values of a step on some samples follow from those of parts of these; see `programs.py`."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from ...core.no_value import NoValue
 from .programs import NUMBER, RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
 from .tape import Entry, Tape, number_of
+from .verdict import OF_SAMPLES, Plan
 
 _CPU = torch.device("cpu")
 _WEIGHED = [(f"aten.{name}.Tensor", NUMBER) for name in ("add", "sub", "rsub", "mul")]
@@ -194,3 +196,63 @@ def _near(one: float, other: float, parts: Sequence[float], tolerance: float) ->
     if other != other or one != one:  # nan
         return one != one and other != other
     return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
+
+
+_CLAMPS = ("clamp", "maximum", "minimum", "max.other", "min.other")
+"""Operations by which a number of the whole batch is another function of it than a part's."""
+_SAMPLES = -1
+
+
+def proposals(seen: ProgramFinder) -> Iterator[Plan]:
+    """Yield plans of the loss that a step returned, the cheapest first."""
+    program = seen.program(RETURNED)
+    if program is None:
+        yield OF_SAMPLES
+        return
+    yield from (OF_SAMPLES if base == _SAMPLES else Plan(program, base) for base in _bases(program, seen))
+    if not any(leaf.how in ("max", "min") for leaf in program.leaves):
+        yield Plan(program)
+
+
+def _bases(program: Program, seen: ProgramFinder) -> list[int]:
+    """The leaves by which a loss is the mean of those of any parts, or by what they divide by; -1 for samples.
+
+    Three parts are drawn. Counts that are the same in all pieces are the same in all batches.
+    """
+    if any(c in name for name, _ in program.ops for c in _CLAMPS):
+        return []
+    draw = partial(torch.randint, 1, 50, generator=torch.Generator(), dtype=torch.float64)
+    one, samples = torch.ones(3, 1, dtype=torch.float64), draw((3, 1))
+    weights, alike, columns = {_SAMPLES: samples}, dict[Any, Tensor](), list[Tensor]()
+    for j, leaf in enumerate(program.leaves):
+        values = draw((3, torch.Size(leaf.shape).numel()))
+        k = 1 if leaf.how == "mean" else 2 if leaf.how == "sum" and not (leaf.grad or leaf.shape) else 0
+        if k:
+            counts = tuple(float(piece.tape.rows(program)[j][k:][0]) for piece in seen.pieces)
+            drawn = samples * counts[0] if _follows_samples(leaf, seen) else alike.setdefault(counts, draw((3, 1)))
+            weights |= {} if k == 1 and leaf.shape else {j: drawn}
+            columns.append(torch.cat([one, drawn, values * drawn] if k == 1 else [one, one, drawn], 1))
+        else:
+            values = values[:1].expand_as(values) if leaf.how == "same" else values
+            if leaf.site[1] == NUMBER and leaf.slot >= 0:  # what is as small as 1e-8 stays so
+                values = values * (seen.whole.tape.value(leaf.site, leaf.slot) or 1.0)
+            columns.append(torch.cat([one, one, values], 1))
+    parts = [[column[i] for column in columns] for i in range(3)]
+    with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
+        values = torch.stack([program.value(rows) for rows in (*parts, program.merged(parts))])
+        close, values = partial(torch.isclose, rtol=max(1e-4, 4 * torch.finfo(values.dtype).eps)), values.double()
+        return [j for j, by in weights.items() if close(values[:3] @ by[:, 0] / by.sum(), values[3])]
+    return []
+
+
+def _follows_samples(leaf: Leaf, seen: ProgramFinder) -> bool:
+    """Whether a count is that of samples, times a constant, by what it is and not by chance."""
+    found = seen.entries(leaf.site)
+    if leaf.how == "mean" and "nll_loss" in leaf.site[0]:  # one target per sample, of which none is ignored
+        return all(entry.shapes[1:3] == [(num,), None] and entry.count == num for entry, num in found)
+    counts = [entry.count if leaf.how == "mean" else entry.args[leaf.slot] for entry, _ in found]
+    is_fixed = (leaf.how == "mean" or leaf.slot >= 0) and all(isinstance(one, (int, float)) for one in counts)
+    return is_fixed and not found[0][0].picked > 0 and all(
+        n and abs(n * found[0][1] - counts[0] * num) < 1e-6 * n * num
+        for n, (_, num) in zip(counts, found, strict=True)
+    )  # fmt: skip

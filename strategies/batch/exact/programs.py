@@ -7,7 +7,7 @@ whole batch follow from those of its parts: they add up, with what they are divi
     probe      a few samples, whole and in parts: all operations are recorded (`tape.py`)
                → a `Program` of each value that needs one (`program_finder.py`)
     each step  the leaves of the programs are recorded, found again by the lines of the code that compute them
-    in the end leaves of all parts, merged → the program → the value of the whole batch (`values.py`)
+    in the end leaves of all parts, merged → the program → the value of the whole batch (`verdict.py`)
 
 A part whose own value is not what the program makes of its own leaves (other operations ran) has it by samples.
 """

@@ -18,22 +18,19 @@ from ...core.no_value import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
-from ..losses import is_loss, join_evaluated
 from ..part_lists import Appended, with_loss
-from ..results import ResultStructure, combine
-from ..run_structures import takes_others_batches
-from ..samples import FewSamples
+from ..results import ResultStructure, combine, is_loss, join_evaluated
+from ..run_structures import FewSamples, takes_others_batches
 from ..structure import BatchStructure
 from ..tree import Path, walk
 from ..whole.over_batch import end_of_step
 from .cuts import Cuts, Tried, said
-from .differences import are_alike, differences, gradients, small_parameters, tolerance, unlike
-from .module_state import Written
-from .plans import OF_SAMPLES, Part, Plan, proposals
-from .program_finder import ProgramFinder
+from .loss_reader import Part
+from .module_state import Written, are_alike, differences, gradients, small_parameters, tolerance, unlike
+from .program_finder import ProgramFinder, proposals
 from .programs import RETURNED, Site
 from .trial import Cannot, MakesBatch, Ran, Trial
-from .verdict import Verdict, Views
+from .verdict import OF_SAMPLES, Plan, Verdict, Views
 
 
 class StepComparison:

@@ -26,16 +26,14 @@ from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, recei
 from ...core.module_state import kept_metrics
 from ...core.patching import Replacement, hooks_of, replaced
 from ...core.types import Batch
-from ..losses import is_loss, weight_in
 from ..part_lists import Appended, PartLists
 from ..part_metrics import PartMetrics
-from ..results import combine
-from ..samples import seeded
-from ..whole.gathering import SimulatedRanks, simulating
-from ..whole.meeting import Combine, Meeting, seat
+from ..results import combine, is_loss, weight_in
+from ..run_structures import seeded
+from ..whole.meeting import Combine, Meeting, SimulatedRanks, seat, simulating
 from ..whole.over_batch import ended
+from .loss_reader import graph
 from .module_state import ModuleState, Written
-from .plans import graph
 from .program_finder import Seen
 from .programs import RETURNED
 

@@ -2,11 +2,46 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from ...core.devices import precise_dtype
+from ...core.module_log import lightning_modules, module_log, received
 from ..tree import Path
-from .plans import OF_SAMPLES, Plan
-from .programs import Program
+from .programs import RETURNED, Program, Programs, merged_rows
+from .tape import Tape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the loss of a part is weighted.
+
+    Args:
+        program: of the loss; None for a mean over samples.
+        base: the leaf by which the whole loss counts; None if the gradient of each leaf is put in its place.
+    """
+
+    program: Program | None = None
+    base: int | None = None
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether the loss is a mean over samples, so that nothing need be read in a step."""
+        return self.program is None
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the gradients of leaves are put in their place, for which those of all parts must be known."""
+        return self.program is not None and self.base is None
+
+
+OF_SAMPLES = Plan()
+"""The plan of a mean over samples."""
 
 
 class Views(NamedTuple):
@@ -56,3 +91,102 @@ class Verdict:
     def waits(self, again: Collection[bool]) -> bool:
         """Whether to compare later, see `verified`."""
         return self.failed and self.raised in again
+
+
+@dataclass
+class Values:
+    """The programs of a run's logged values, and the leaves of the batch in process.
+
+    Args:
+        programs: by (name of the step, index of the loader).
+        readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
+            the samples are, or another number that is `given`.
+        rows: of these steps the arguments of metrics that are rows of samples, also where a part of one has a number.
+        appends: the attributes with lists to which parts of a training batch append, see `Verdict`.
+        over_ranks: whether other ranks have parts of the batch.
+        calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
+            names of the values, the rows of this process's part, and its own values.
+    """
+
+    programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
+    readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
+    rows: dict[tuple[str, int], set[Any]] = field(default_factory=dict[tuple[str, int], set[Any]])
+    appends: set[Path] = field(default_factory=set[Path])
+    over_ranks: bool = False
+    calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
+
+    def learn(self, step: str, loader: int, found: Verdict) -> None:
+        """Keep what was found of what a step logs, gives metrics, and appends to lists."""
+        place = step, loader
+        self.programs[place], self.readings[place], self.rows[place] = found.programs, found.readings, found.rows
+        self.appends = found.appends or self.appends
+
+    def reading(self, step: str, loader: int, name: str) -> str:
+        """What the `batch_size` of a value is; `samples` if that is not known."""
+        return self.readings.get((step, loader), {}).get(name, "samples")
+
+    def of(self, step: str, loader: int = 0) -> Programs:
+        """The programs of what a step logs."""
+        return {name: own for name, own in self.all_of(step, loader).items() if name != RETURNED}
+
+    def all_of(self, step: str, loader: int = 0) -> Programs:
+        """Those, and of its loss."""
+        return self.programs.get((step, loader), {})
+
+    def knows_none(self, step: str) -> bool:
+        """Whether a step is known to have no programs."""
+        known = [programs for (name, _), programs in self.programs.items() if name == step]
+        return bool(known) and not any(known)
+
+    def begin(self) -> None:
+        """Begin another call of the step."""
+        self.calls.append(({}, {}))
+
+    def recorded(self, step: str, loader: int, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
+        """Run a step, and record what its logged values are computed of."""
+        programs = self.all_of(step, loader)
+        if not programs:
+            return call()
+
+        def log(keep: Callable[..., None], name: str, value: Any, *args: Any, **options: Any) -> None:
+            keep(name, self.noted(name, value) if name in programs else value, *args, **options)
+
+        own = map(module_log, lightning_modules(module))
+        with received((one, partial(log, one.keep)) for one in own), Tape(programs) as tape:
+            output = call()
+        self.calls[-1][0].update((name, tape.rows(program)) for name, program in programs.items())
+        return output
+
+    def noted(self, name: str, value: Any) -> Any:
+        """Note a value; returns what is logged for it until those of other ranks are known."""
+        if not self.over_ranks or not isinstance(value, (Tensor, int, float)):
+            return value
+        self.calls[-1][1][name] = kept = torch.as_tensor(value).detach().clone().reshape(())
+        return torch.where(kept.isnan(), torch.zeros_like(kept), kept)  # which would stay in sums
+
+    def packed(self, programs: Programs, device: torch.device) -> Tensor:
+        """What other ranks need of this one's part, of shape (n,)."""
+        packed = list[Tensor]()
+        for (rows, logged), (name, program) in product(self.calls, programs.items()):
+            own = rows.get(name) if name in logged else None
+            if own is None:
+                packed.append(torch.zeros(1 + program.size))
+            else:
+                packed += [1 - program.fits(own, logged[name]).double().reshape(1), *own]
+        return torch.cat([one.to(device, precise_dtype(device)) for one in packed])
+
+
+def combined(programs: Programs, packed: Tensor) -> list[dict[str, Tensor]]:
+    """The values of each call, of what all ranks have packed, of shape (ranks, n); nan where programs don't fit."""
+    size = sum(1 + program.size for program in programs.values())
+    return [_of_call(programs, own) for own in packed.split(size, 1)] if size else []
+
+
+def _of_call(programs: Programs, packed: Tensor) -> dict[str, Tensor]:
+    found, start = dict[str, Tensor](), 0
+    for name, program in programs.items():
+        rows = packed[:, start + 1 : start + 1 + program.size].split(program.sizes, 1)
+        value = program.value([merged_rows(own, leaf.how) for own, leaf in zip(rows, program.leaves, strict=True)])
+        found[name] = torch.where(packed[:, start].sum() > 0, torch.full_like(value, torch.nan), value)
+        start += 1 + program.size
+    return found

@@ -22,8 +22,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 from ...core.errors import PartsDiffer
-from ..run_structures import num_evaluated
-from ..samples import FewSamples
+from ..run_structures import FewSamples, num_evaluated
 from ..structure import BatchStructure
 from .step_comparison import StepComparison
 from .verdict import Verdict, Views

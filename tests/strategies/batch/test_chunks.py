@@ -14,10 +14,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map
 
 from evener.strategies import ConfigError
-from evener.strategies.batch.batch_dims import verify_batch_dims
 from evener.strategies.batch.policies import Even, FirstChunk, Policy, Weighted
 from evener.strategies.batch.results import ResultStructure
-from evener.strategies.batch.structure import BatchStructure, num_samples
+from evener.strategies.batch.structure import BatchStructure, num_samples, verify_batch_dims
 
 
 def split(batch: Any, sizes: list[int]) -> list[Any]:
