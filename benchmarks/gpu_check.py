@@ -210,8 +210,7 @@ def plan_error(devices: list[str]) -> str:
     """The memory that `mode=plan` computes is near the measured peak."""
     from evener.trainer.cli.train import prepare
     from evener.trainer.plan.plan import plan_memory
-    from evener.trainer.study.compare import trial_config
-    from evener.trainer.study.trial import run_trial
+    from evener.trainer.study.compare import run_trial, trial_config
 
     with tempfile.TemporaryDirectory() as folder:
         words = ["experiment=char_lm", "strategy=single_device", "accelerator=cuda", "devices=1", f"run_dir={folder}"]

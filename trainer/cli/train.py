@@ -83,9 +83,9 @@ def advise(cfg: DictConfig) -> None:
             f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
         )
     if cfg.mode == "compare":
-        from ..study.compare import compare_strategies, show_comparison
+        from ..study.compare import compare_strategies
 
-        show_comparison(compare_strategies(cfg), cfg.run_dir)
+        compare_strategies(cfg).show(cfg.run_dir)
     else:
         from ..plan.plan import plan_memory, show_plan
 

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ PRUNED_AT = "pruned_at"
 
 
 class PruneTrial(pl.Callback):
-    """End a trial of a search for hyperparameters whose monitored metric is worse than the other trials'.
+    """End a trial of a search whose monitored metric is worse than the other trials', by Optuna's pruner; None reports.
 
     Rank 0 reports the metric `monitor` after every validation, to the trial of a number in a study that Optuna keeps
-    in a storage, and decides for all ranks by Optuna's pruner; None only reports.
+    in a storage, and decides for all ranks.
     """
 
     def __init__(self, storage: str, study: str, number: int, monitor: str, pruner: Any = None) -> None:
@@ -47,28 +46,24 @@ class PruneTrial(pl.Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report the metric, and stop training if the trial is pruned."""
-        value = trainer.callback_metrics.get(self.monitor)
+        value, ends = trainer.callback_metrics.get(self.monitor), False
         if trainer.sanity_checking or value is None:
             return
-        ends = False
         if trainer.is_global_zero:
-            trial = self._trial = self._trial or self._load()
-            trial.report(float(value), step=self.num_reported)
+            if self._trial is None:
+                optuna = importlib.import_module("optuna")
+                study = optuna.load_study(study_name=self.study, storage=opened(self.storage), pruner=self.pruner)
+                self._trial = optuna.Trial(study, study.trials[self.number]._trial_id)
+            self._trial.report(float(value), step=self.num_reported)
             self.num_reported += 1
-            ends = self.pruner is not None and (math.isnan(value) or bool(trial.should_prune()))
+            ends = self.pruner is not None and (math.isnan(value) or bool(self._trial.should_prune()))
             if ends:
-                trial.set_user_attr(PRUNED_AT, self.num_reported)
+                self._trial.set_user_attr(PRUNED_AT, self.num_reported)
         trainer.should_stop = trainer.should_stop or bool(trainer.strategy.broadcast(ends))
 
-    def _load(self) -> Any:
-        optuna = importlib.import_module("optuna")
-        study = optuna.load_study(study_name=self.study, storage=open_storage(self.storage), pruner=self.pruner)
-        return optuna.Trial(study, study.trials[self.number]._trial_id)
 
-
-def open_storage(storage: str) -> Any:
-    """Open what keeps a search's trials: a file that several processes may write, or a database."""
+def opened(storage: str) -> Any:
+    """What keeps a search's trials: a file that several processes may write, or a database."""
     if "://" in storage:
         return storage
     backend = importlib.import_module("optuna.storages.journal").JournalFileBackend(storage)
@@ -86,77 +81,65 @@ class Search:
             )
         if cfg.mode != "fit":
             raise ConfigError(f"hparams_search: mode must be fit; got mode={cfg.mode}. Remove hparams_search.")
-        self.cfg, self.run_dir = cfg, run_dir
-        self.options: DictConfig = cfg.hparams_search
         self.optuna = importlib.import_module("optuna")
-        self.optuna.logging.set_verbosity(self.optuna.logging.WARNING)
+        self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)  # failed trials are told here
+        self.cfg, self.options, self.run_dir = cfg, cfg.hparams_search, run_dir
         given = leaves(plain(self.options.space) or {})  # null removes one
         self.space = {key: self._distribution(key, text) for key, text in given if text not in (None, {})}
         if not self.space:
             raise ConfigError(f"hparams_search.space is empty. Give keys with {ALLOWED}.")
         self.storage = str(self.options.storage or run_dir / "optuna.log")
-        self.maximizes = cfg.monitor_mode == "max"
         self.results: dict[int, Result] = {}
         self.study: Any = None
 
     def execute(self, train: Callable[[DictConfig], Result]) -> float:
         """Run the trials by `train`, show their table, and return the best value of the monitored metric."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        maximizes = self.cfg.monitor_mode == "max"
         self.study = self.optuna.create_study(
             study_name=str(self.cfg.name),
-            storage=open_storage(self.storage),
+            storage=opened(self.storage),
             sampler=instantiate("hparams_search.sampler", self.options.sampler) if self.options.sampler else None,
             pruner=self.optuna.pruners.NopPruner(),  # trials are pruned by their own callback
-            direction="maximize" if self.maximizes else "minimize",
+            direction="maximize" if maximizes else "minimize",
             load_if_exists=True,
         )
-        try:
-            with run_log(self.run_dir):
-                self._run(train)
-        finally:
-            show(self.run_dir / "search.csv", self.variants(), self.maximizes, "trial")
-        if (best := self.best()) is None:
-            raise ConfigError(f"hparams_search: none of {len(self.study.trials)} trials finished; see {self.run_dir}.")
-        return best.value
-
-    def _run(self, train: Callable[[DictConfig], Result]) -> None:
-        """Run the trials one after the other; one that fails is recorded, and the others go on."""
-        began_s, limit_s = time.monotonic(), self.options.timeout_s
         num_before = sum(trial.state.name != "WAITING" for trial in self.study.trials)
-        for _ in range(num_before, self.options.num_trials):
-            if limit_s is not None and time.monotonic() - began_s > limit_s:
-                log.info("hparams_search: no further trial begins after timeout_s=%s", limit_s)
-                break
-            trial = self.study.ask(self.space)
+
+        def objective(trial: Any) -> float:
+            values = {key: trial._suggest(key, distribution) for key, distribution in self.space.items()}
             try:
-                result = train(self.trial_config(trial.number, trial.params))
+                result = train(self.trial_config(trial.number, values))
             except Exception as exc:
-                self.study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
                 if isinstance(exc, ConfigError) and trial.number == num_before:
                     raise
                 log.warning("trial %d failed: %s", trial.number, str(exc).partition("\n")[0] or type(exc).__name__)
-                continue
-            ended, best = self._finish(trial, result), self.best()
-            told = f"trial {trial.number}: {ended.state.name.lower()}"
-            told += "" if (value := last_value(ended)) is None else f" {self.cfg.monitor} {value:.4g}"
-            log.info(told + ("" if best is None else f" · best {best.value:.4g} (trial {best.number})"))
+                raise RuntimeError from exc
+            self.results[trial.number] = result
+            if result.monitored is None:
+                raise ConfigError(
+                    f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
+                    f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
+                )
+            if PRUNED_AT in self.study.trials[trial.number].user_attrs:
+                raise self.optuna.TrialPruned
+            return math.nan if result.status == DIVERGED else result.monitored
 
-    def _finish(self, trial: Any, result: Result) -> Any:
-        """Tell Optuna how a trial ended, and return it as Optuna keeps it."""
-        self.results[trial.number] = result
-        states, value = self.optuna.trial.TrialState, result.monitored
-        failed = value is None or result.status == DIVERGED or math.isnan(value)
-        if value is not None and PRUNED_AT in self.study.trials[trial.number].user_attrs:
-            state = states.PRUNED
-        else:
-            state = states.FAIL if failed else states.COMPLETE
-        ended = self.study.tell(trial, value if state == states.COMPLETE else None, state)
-        if value is None:
-            raise ConfigError(
-                f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
-                f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
-            )
-        return ended
+        def tell(_: Any, trial: Any) -> None:
+            best, value = self.best(), last_value(trial)
+            told = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
+            told += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
+            log.info("trial %d: %s%s", trial.number, trial.state.name.lower(), told)
+
+        bounds = {"n_trials": self.options.num_trials - num_before, "timeout": self.options.timeout_s}
+        try:
+            with run_log(self.run_dir):
+                self.study.optimize(objective, **bounds, catch=(RuntimeError,), callbacks=[tell])
+        finally:
+            show(self.run_dir / "search.csv", self.variants(), maximizes, "trial")
+        if (best := self.best()) is None:
+            raise ConfigError(f"hparams_search: none of {len(self.study.trials)} trials finished; see {self.run_dir}.")
+        return best.value
 
     def trial_config(self, number: int, values: Mapping[str, Any]) -> DictConfig:
         """The configuration of one trial, which is also written below its directory, as Hydra does."""
@@ -165,12 +148,10 @@ class Search:
         for key, value in values.items():
             OmegaConf.update(cfg, key, value)
         with open_dict(cfg):
-            cfg.run_dir, cfg.test_after_fit = str(folder), False
-            cfg.hparams_search = None
+            cfg.run_dir, cfg.test_after_fit, cfg.hparams_search = str(folder), False, None
             report = {"_target_": f"{PruneTrial.__module__}.{PruneTrial.__qualname__}", "monitor": cfg.monitor}
-            place = {"storage": self.storage, "study": str(cfg.name), "number": number}
-            pruner = {"pruner": self.options.pruner} if self.options.pruner else {}
-            cfg.callbacks = {**(cfg.callbacks or {}), "prune_trial": {**report, **place, **pruner}}
+            place = {"storage": self.storage, "study": str(cfg.name), "number": number, "pruner": self.options.pruner}
+            cfg.callbacks = {**(cfg.callbacks or {}), "prune_trial": {**report, **place}}
         (folder / ".hydra").mkdir(parents=True, exist_ok=True)
         OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
         OmegaConf.save([f"{key}={value}" for key, value in values.items()], folder / ".hydra" / "overrides.yaml")
@@ -192,14 +173,17 @@ class Search:
         return rows
 
     def _distribution(self, key: str, text: Any) -> Any:
-        self._verify_key(key)
+        """The values to try for a key, or the refusal of a key that has none, and of what is no set of values."""
+        values: Any = OmegaConf.to_container(self.cfg, resolve=False)
+        if key not in (keys := [known for known, _ in leaves(values)]):
+            raise ConfigError(
+                f"hparams_search.space.{key}: {key} is not a value of the configuration.{did_you_mean(key, keys)} For "
+                f"a group run one search for each choice: -m {key}=a,b hparams_search=optuna."
+            )
+        make = self.optuna.distributions
         try:
             value: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
-        except HydraException:
-            value = None
-        make = self.optuna.distributions
-        is_log = "log" in getattr(value, "tags", ())
-        try:
+            is_log = "log" in getattr(value, "tags", ())
             if isinstance(value, ChoiceSweep):
                 return make.CategoricalDistribution([v.text if isinstance(v, QuotedString) else v for v in value.list])
             if isinstance(value, IntervalSweep):
@@ -208,23 +192,9 @@ class Search:
                 numbers: Any = range(int(value.start or 0), int(value.stop or 0), int(value.step))
                 step = 1 if is_log else numbers.step
                 return make.IntDistribution(numbers[0], numbers[-1], log=is_log, step=step)
-        except (ValueError, IndexError) as exc:
+            raise ValueError("it is not a set of values")
+        except (HydraException, ValueError, IndexError) as exc:
             raise ConfigError(f"hparams_search.space.{key}={text}: {exc}. Give {ALLOWED}.") from exc
-        raise ConfigError(f"hparams_search.space.{key}={text} is not a set of values. Give {ALLOWED}.")
-
-    def _verify_key(self, key: str) -> None:
-        """Refuse a key that the configuration has not, and a group."""
-        values: Any = OmegaConf.to_container(self.cfg, resolve=False)
-        keys = [known for known, _ in leaves(values)]
-        if any(known.startswith(f"{key}.") for known in keys):
-            raise ConfigError(
-                f"hparams_search.space.{key} is a group, and values of keys are searched. Run one search for each "
-                f"choice: -m {key}=a,b hparams_search=optuna."
-            )
-        if key not in keys:
-            raise ConfigError(
-                f"hparams_search.space.{key}: the configuration has no key {key}.{did_you_mean(key, keys)}"
-            )
 
 
 def last_value(trial: Any) -> float | None:

@@ -11,21 +11,16 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from ..job.result import DIVERGED, FAILED, RESULT_FILE, Result, new_table, print_table, short_path
+from ..job.result import FAILED, FINISHED, RESULT_FILE, Result, new_table, print_table, short_path
 
-FILE = "sweep.csv"
 COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", "value", "epoch")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of several.
+    """One run of several: its number, what distinguishes it, and its value of the monitored metric.
 
-    Args:
-        number: of the job or trial, from 0.
-        overrides: what distinguishes it, as on the command line.
-        value: of the monitored metric; None if there is none.
-        state: how it ended if not as it should: `failed`, `diverged` or `pruned`.
+    `state` says how it ended if not as it should: `failed`, `diverged` or `pruned`.
     """
 
     number: int
@@ -37,14 +32,13 @@ class Variant:
 
     def cells(self) -> list[str]:
         """One string per column; empty where the variant has no value."""
-        named = [str(self.number), self.strategy, " ".join(self.overrides)]
-        value = "" if self.value is None else f"{self.value:.6g}"
-        if (result := self.result) is None:
-            return [*named, "", "", self.state, value, ""]
-        speed = "" if result.samples_per_s is None else f"{result.samples_per_s:.0f}"
-        memory = f"{max(result.peak_memory_mib):.0f}" if result.peak_memory_mib else ""
-        epoch = "" if result.monitored_epoch is None else str(result.monitored_epoch)
-        return [*named, speed, memory, self.state or result.monitor or "", value, epoch]
+        value, speed, memory, epoch, metric = "" if self.value is None else f"{self.value:.6g}", "", "", "", self.state
+        if result := self.result:
+            speed = "" if result.samples_per_s is None else f"{result.samples_per_s:.0f}"
+            memory = f"{max(result.peak_memory_mib):.0f}" if result.peak_memory_mib else ""
+            epoch = "" if result.monitored_epoch is None else str(result.monitored_epoch)
+            metric = metric or result.monitor or ""
+        return [str(self.number), self.strategy, " ".join(self.overrides), speed, memory, metric, value, epoch]
 
 
 def best_of(variants: Sequence[Variant], maximizes: bool) -> Variant | None:
@@ -94,14 +88,12 @@ def show_unfinished() -> None:
     home, SweepTable.unfinished = SweepTable.unfinished, None
     if home is not None:
         configs: list[Any] = [OmegaConf.load(file) for file in home.glob("*/.hydra/config.yaml")]
-        show(home / FILE, read_jobs(home), any(cfg.get("monitor_mode") == "max" for cfg in configs), "job")
+        maximizes = any(cfg.get("monitor_mode") == "max" for cfg in configs)
+        show(home / "sweep.csv", read_jobs(home), maximizes, "job")
 
 
 def read_jobs(home: Path) -> list[Variant]:
-    """Read every job of a sweep from its run directory, sorted by number.
-
-    Their overrides are those that differ between jobs, without the strategy, which has its own column.
-    """
+    """Read every job of a sweep from its run directory, sorted by number, with the overrides that differ."""
     jobs: list[Variant] = []
     for run_dir in (path.parent for path in home.glob("*/.hydra")):
         hydra: Any = OmegaConf.load(run_dir / ".hydra" / "hydra.yaml").hydra
@@ -110,11 +102,10 @@ def read_jobs(home: Path) -> list[Variant]:
         if result is None or result.status == FAILED:
             jobs.append(Variant(int(hydra.job.num), strategy, words, None, FAILED))
         else:
-            state = DIVERGED if result.status == DIVERGED else ""
+            state = "" if result.status == FINISHED else result.status
             jobs.append(Variant(int(hydra.job.num), strategy, words, result.monitored, state, result))
-    jobs.sort(key=lambda job: job.number)
     common = set[str]() if len(jobs) < 2 else set.intersection(*(set(job.overrides) for job in jobs))
     return [
         replace(job, overrides=tuple(w for w in job.overrides if w not in common and not w.startswith("strategy=")))
-        for job in jobs
+        for job in sorted(jobs, key=lambda job: job.number)
     ]

@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from evener.trainer import compose
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
-from evener.trainer.study.trial import Trial
+from evener.trainer.study.compare import Trial
 
 ROOT = Path(__file__).parents[3]
 PAGES = [

@@ -24,8 +24,18 @@ from evener.trainer.cli.train import prepare, run_job
 from evener.trainer.config.checks import verify_config
 from evener.trainer.launch.launcher import launch
 from evener.trainer.study import compare
-from evener.trainer.study.compare import chosen_strategies, judge, largest_difference, recommendation, verdict
-from evener.trainer.study.trial import DRAWS, FAILED, OK, REFUSED, Probe, Trial, run_trial
+from evener.trainer.study.compare import (
+    DRAWS,
+    FAILED,
+    OK,
+    REFUSED,
+    Probe,
+    Trial,
+    chosen_strategies,
+    judge,
+    largest_difference,
+    run_trial,
+)
 
 
 class Fair(Tiny):
@@ -92,9 +102,9 @@ def test_unequal_losses_are_told_and_not_recommended(tmp_path: Path) -> None:
     assert two.losses[0] == pytest.approx(one.losses[0] * 2, rel=0.2)
     comparison = judge([one, two], 1e-4)
     assert comparison.recommended == "single_device"
-    assert verdict(comparison, two).startswith("DIFFER (")
-    assert "dp: losses differ by" in compare.notes(comparison)[0]
-    assert "the cause is unknown" in compare.notes(comparison)[0]
+    assert comparison.verdict(two).startswith("DIFFER (")
+    assert "dp: losses differ by" in comparison.notes()[0]
+    assert "the cause is unknown" in comparison.notes()[0]
 
 
 def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
@@ -103,8 +113,8 @@ def test_batchnorm_and_dropout_are_named(tmp_path: Path) -> None:
     comparison = judge([one, two], 1e-4)
     assert comparison.differences["dp"] > 1e-4
     assert comparison.trials[1].excuses == ["1 BatchNorm layers normalize chunk by chunk (no sync_batchnorm)", DRAWS]
-    assert verdict(comparison, two).startswith("differ, see below (")
-    assert "1 BatchNorm layers" in compare.notes(comparison)[0]
+    assert comparison.verdict(two).startswith("differ, see below (")
+    assert "1 BatchNorm layers" in comparison.notes()[0]
 
 
 def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
@@ -116,18 +126,18 @@ def test_the_global_view_is_a_row_that_needs_no_excuse(tmp_path: Path) -> None:
     for losses in ([float("nan")] * 6, one.losses[:5]):
         assert largest_difference(Trial("dp", losses=losses), one) == float("inf")
     chosen = judge([replace(one, samples_per_s=1.0), replace(two, samples_per_s=2.0)], 1e-8)
-    assert recommendation(chosen).startswith("Recommended: strategy=ddp strategy.global_view=true, because")
+    assert chosen.recommendation.startswith("Recommended: strategy=ddp strategy.global_view=true, because")
 
 
 def test_a_refusal_is_told_by_its_sentence_and_a_failure_by_its_error(tmp_path: Path) -> None:
     refused = tried(tmp_path, "dp", module="Refused")
     assert refused.status == REFUSED
     assert "training_step returned a loss of shape (2,)" in refused.reason
-    assert compare.notes(judge([refused], 1e-4)) == [f"dp refused: {refused.reason}"]
+    assert judge([refused], 1e-4).notes() == [f"dp refused: {refused.reason}"]
     failed = tried(tmp_path, "single_device", module="Broken")
     assert failed.status == FAILED
     assert "ArithmeticError: the module's own mistake" in failed.reason
-    assert recommendation(judge([failed], 1e-4)) == "No recommendation: no strategy trained; see the reasons above."
+    assert judge([failed], 1e-4).recommendation == "No recommendation: no strategy trained; see the reasons above."
 
 
 def _children() -> list[psutil.Process]:
@@ -198,7 +208,7 @@ RECOMMENDED = {
 def test_what_is_recommended_and_why(case: str) -> None:
     trials, recommended, reason = RECOMMENDED[case]
     told = f"Recommended: strategy={recommended}, because {reason}."
-    assert recommendation(judge(trials, 1e-4, device_mib=5000)) == told
+    assert judge(trials, 1e-4, device_mib=5000).recommendation == told
 
 
 def test_trials_share_the_global_batch_and_begin_alike(tmp_path: Path) -> None:
@@ -251,4 +261,4 @@ def test_batchnorm_that_synchronizes_excuses_nothing(tmp_path: Path) -> None:
     for module, excuses in ((nn.BatchNorm1d(2), 1), (SyncBatchNorm().apply(nn.Sequential(nn.BatchNorm1d(2))), 0)):
         probe: Any = Probe(str(tmp_path), 1)
         probe.on_train_start(None, module)
-        assert len(probe._excuses) == excuses
+        assert len(probe.excuses) == excuses
