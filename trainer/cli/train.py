@@ -87,9 +87,9 @@ def advise(cfg: DictConfig) -> None:
 
         compare_strategies(cfg).show(cfg.run_dir)
     else:
-        from ..plan.plan import plan_memory, show_plan
+        from ..plan.plan import plan_memory
 
-        show_plan(plan_memory(cfg))
+        plan_memory(cfg).show()
 
 
 def train(cfg: DictConfig) -> Result:

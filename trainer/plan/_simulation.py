@@ -3,8 +3,10 @@
 Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 """
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import length_hint
 from typing import Any, TypeAlias
@@ -16,6 +18,8 @@ from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from ...strategies import ConfigError, SingleDeviceStrategy
@@ -26,11 +30,67 @@ from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
-from ._memory_tracker import MemoryTracker, key_of
 from ._topology import StageMemory, Topology, sharded
+
+LITERAL = "aten::lift_fresh"
+"""The operation behind `torch.tensor(1.0)`: optimizers count steps with such scalars, which stay on the CPU."""
 
 Questions: TypeAlias = Generator[int, list[StageMemory], Any]
 """A generator that yields numbers of samples, is sent the memory of such a step per stage, and returns its result."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of every storage that operations create inside the block, `live` and the most since a reset.
+
+    Sizes are rounded up to multiples of `block_bytes`, as in the device's allocator (CUDA: 512).
+    """
+
+    def __init__(self, block_bytes: int = 1) -> None:
+        super().__init__()
+        self.live, self.peak = Counter[torch.device](), Counter[torch.device]()
+        self._block_bytes = block_bytes
+        self._known: dict[int, tuple[torch.device, int, weakref.ref[Any]]] = {}
+
+    def track(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is not counted yet, until it is freed."""
+        if (key := key_of(tensor)) not in self._known:
+            device, size = tensor.device, self.size_of(tensor)
+            self._known[key] = (device, size, weakref.ref(tensor.untyped_storage(), lambda _: self.forget(key)))
+            self.live[device] += size
+            self.peak[device] = max(self.peak[device], self.live[device])
+
+    def forget(self, key: int) -> None:
+        """Count a storage no longer."""
+        if key in self._known:
+            device, size, _ = self._known.pop(key)
+            self.live[device] -= size
+
+    def size_of(self, *tensors: Tensor, device: torch.device | None = None) -> int:
+        """Bytes of the tensors' storages, each once, in whole blocks; those that are counted for a device, if given."""
+        sizes = {key_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        if device is not None:
+            sizes = {k: size for k, size in sizes.items() if k in self._known and self._known[k][0] == device}
+        return sum(-(-size // self._block_bytes) * self._block_bytes for size in sizes.values())
+
+    def start_peak(self) -> None:
+        """Reset the peak."""
+        self.peak = self.live.copy()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith(LITERAL) and isinstance(result, Tensor) and not result.dim():
+            return result
+        given = {key_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and key_of(value) not in given:  # else modified in place, or a view
+                self.track(value)
+        return result
+
+
+def key_of(tensor: Tensor) -> int:
+    """What tensors that share a storage have in common."""
+    return tensor.untyped_storage()._cdata
 
 
 class SimulatedStages(Stages):
@@ -89,6 +149,9 @@ class SimulatedStrategy(SingleDeviceStrategy):
         self._first: Batch | None = None
         self._memory = [StageMemory() for _ in range(topology.num_stages)]
 
+    def _by_device(self) -> Iterator[tuple[StageMemory, torch.device]]:
+        return zip(self._memory, self._stages.devices, strict=True)
+
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """The first batch, as many times as the loader has batches, and at least 1000 times."""
@@ -103,29 +166,21 @@ class SimulatedStrategy(SingleDeviceStrategy):
         assert module is not None
         self.recompute.install(module, self._stages.options.partition)
         self._stages.place(module)
-        if self._topology.shards is None:
-            for _, tensor, _ in self._stages.tensors(module):
+        for _, tensor, _ in self._stages.tensors(module):
+            if self._topology.shards is None:
                 self.tracker.track(tensor)
-        else:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._reduced)
+            elif tensor.requires_grad:  # what is left of a gradient, once it is complete, is a shard
+                tensor.register_post_accumulate_grad_hook(self._reduced)
         for memory, device in self._by_device():
             memory.parameters = self.tracker.live[device]
         silence(module)
         super().setup_optimizers(trainer)
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        for group in groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             if self._foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # the default where parameters are on an accelerator
 
-    def _reduced(self, parameter: Tensor) -> None:
-        """Count a gradient no longer, once it is complete: what is left of it is a shard."""
-        assert parameter.grad is not None
-        self.tracker.forget(parameter.grad)
-
-    def _by_device(self) -> Iterator[tuple[StageMemory, torch.device]]:
-        return zip(self._memory, self._stages.devices, strict=True)
+    def _reduced(self, parameter: Any) -> None:
+        self.tracker.forget(key_of(parameter.grad))
 
     @override
     def batch_to_device(self, batch: Batch, device: torch.device | None = None, dataloader_idx: int = 0) -> Batch:
@@ -133,7 +188,14 @@ class SimulatedStrategy(SingleDeviceStrategy):
             self._first = apply_to_collection(batch, Tensor, self._fake.from_tensor, allow_frozen=True)
         self._answer()
         before = self.tracker.live.copy()
-        batch = resized(self._first, num_samples(self._first) or 0, self._samples, self._fake)
+        num = num_samples(self._first) or 0
+
+        def resize(tensor: Tensor) -> Tensor:
+            rows = self._samples if tensor.dim() and len(tensor) == num else None
+            return tensor.new_empty(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
+
+        with self._fake:
+            batch = apply_to_collection(self._first, Tensor, resize, allow_frozen=True)
         apply_to_collection(batch, Tensor, self.tracker.track, allow_frozen=True)
         for memory, place in self._by_device():
             memory.batch = self.tracker.live[place] - before[place]
@@ -142,28 +204,34 @@ class SimulatedStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         before = self.tracker.live.copy()
-        self.tracker.start_peak()
-        with self._simulating():
+        with self._phase("forward"):
             output = super().training_step(*args, **kwargs)
         for memory, device in self._by_device():
             memory.activations = max(memory.activations, self.tracker.live[device] - before[device])
-        self._note("forward")
         return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self.tracker.start_peak()
-        with self._simulating():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._note("backward")
-        return loss
+        with self._phase("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self._simulating():
-            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._note("update")
-        return result
+        with self._phase("update"):
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @contextmanager
+    def _phase(self, name: str) -> Generator[None]:
+        """Simulate inside the block, and note its peak; one that begins within another ends the peak of that."""
+        self.tracker.start_peak()
+        modes = () if self._active else (replaced(self, "_active", True), self._fake, self.tracker)
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
+        for memory, device in self._by_device():
+            setattr(memory, name, max(getattr(memory, name), self.tracker.peak[device]))
+        self.tracker.start_peak()
 
     @override
     def teardown(self) -> None:
@@ -179,70 +247,35 @@ class SimulatedStrategy(SingleDeviceStrategy):
                 self._questions = self._ask(num_samples(self._first) or 1)
                 self._samples = next(self._questions)
             elif self._num_batches % each == 0:
-                memory = self._take()
+                memory = self._take(self.lightning_module)
                 if self._num_batches > each:  # before, the optimizer has no state yet
                     self._samples = self._questions.send(memory)
         except StopIteration as stop:
             raise Finished(stop.value) from None
         self._num_batches += 1
 
-    def _take(self) -> list[StageMemory]:
+    def _take(self, module: pl.LightningModule) -> list[StageMemory]:
         """Return the memory of the last optimizer step per stage, and reset the counters."""
-        module = self.lightning_module
-        assert module is not None
         parameters = list(module.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        states = [value for o in self.optimizers for state in o.state.values() for value in state.values()]
         taken: list[StageMemory] = []
         for memory, device in self._by_device():
-            memory.gradients = self._bytes(gradients, device)
-            memory.optimizer = self._bytes(states, device)
-            memory.owned = self._owned(device)
+            memory.gradients = self.tracker.size_of(*gradients, device=device)
+            memory.owned = [0] * self._topology.num_owners
+            for optimizer in self.optimizers:
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                for parameter, owner in zip(own, owners(own, len(memory.owned)), strict=True):
+                    values: Iterable[Any] = optimizer.state.get(parameter, {}).values()
+                    state = [value for value in values if isinstance(value, Tensor)]
+                    memory.owned[owner] += self.tracker.size_of(*state, device=device)
+            memory.optimizer = sum(memory.owned)
             held = memory.static + memory.batch
-            extras = (memory.forward - held, memory.backward - held, memory.update - held)
-            taken.append(replace(memory, forward=extras[0], backward=extras[1], update=extras[2]))
+            extras = {name: getattr(memory, name) - held for name in ("forward", "backward", "update")}
+            taken.append(replace(memory, **extras))
         self._memory = [StageMemory(parameters=memory.parameters, batch=memory.batch) for memory in taken]
         if self._topology.shards is not None:
-            whole, left = (sum(map(self.tracker.size_of, tensors)) for tensors in (parameters, gradients))
-            accumulates = module.trainer.accumulate_grad_batches > 1
-            held = replace(taken[0], parameters=whole, gradients=left)
-            taken[0] = sharded(held, module, self._topology, accumulates)
+            held = replace(
+                taken[0], parameters=self.tracker.size_of(*parameters), gradients=self.tracker.size_of(*gradients)
+            )
+            taken[0] = sharded(held, module, self._topology, module.trainer.accumulate_grad_batches > 1)
         return taken
-
-    def _owned(self, device: torch.device) -> tuple[int, ...]:
-        """Bytes of the optimizers' state on a device, by the rank that keeps it."""
-        found = [0] * self._topology.num_owners
-        for optimizer in self.optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for parameter, owner in zip(parameters, owners(parameters, self._topology.num_owners), strict=True):
-                found[owner] += self._bytes(optimizer.state.get(parameter, {}).values(), device)
-        return tuple(found)
-
-    def _bytes(self, values: Iterable[Any], device: torch.device) -> int:
-        """Bytes of those of some values that are counted for a device, a storage once."""
-        tensors = [v for v in values if isinstance(v, Tensor) and v.device == device and self.tracker.counts(v)]
-        return sum(map(self.tracker.size_of, {key_of(tensor): tensor for tensor in tensors}.values()))
-
-    def _note(self, name: str) -> None:
-        for memory, device in self._by_device():
-            setattr(memory, name, max(getattr(memory, name), self.tracker.peak[device]))
-        self.tracker.start_peak()
-
-    @contextmanager
-    def _simulating(self) -> Generator[None]:
-        if self._active:  # a training step inside an optimizer's step
-            yield
-            return
-        with replaced(self, "_active", True), self._fake, self.tracker:
-            yield
-
-
-def resized(batch: Batch, num: int, samples: int, mode: FakeTensorMode) -> Batch:
-    """Create a batch of another size: new fake tensors, with `samples` rows where the batch has `num`."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        rows = samples if tensor.dim() and len(tensor) == num else None
-        return tensor.new_empty(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
-
-    with mode:
-        return apply_to_collection(batch, Tensor, resize, allow_frozen=True)

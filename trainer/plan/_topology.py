@@ -28,40 +28,22 @@ from ..config.checks import plain
 
 @dataclass(frozen=True)
 class Topology:
-    """How a strategy spreads a batch of the loader over the devices of one node.
-
-    Args:
-        num_stages: devices that one copy of the module is cut across.
-        is_replicated: whether the devices of a process hold replicas, of which the first has the optimizer.
-        is_per_rank: whether each rank reads its own batch.
-        policy: how a batch is cut among replicas or ranks.
-        buckets: number of gradient copies in DDP's buckets.
-        stages: how the module is cut; no effect with one stage.
-        recompute: parts whose activations are recomputed.
-        num_owners: number of ranks that share the optimizer's state.
-        num_shards: number of ranks that share all of the module.
-        shards: how they share it; None if each rank holds the whole.
-        workspace: bytes of each device that its libraries keep.
-    """
+    """How a strategy spreads a batch of the loader over the devices of one node."""
 
     name: str
     num_devices: int
     num_stages: int = 1
     num_ranks: int = 1
-    is_replicated: bool = False
-    is_per_rank: bool = True
+    is_replicated: bool = False  # the devices of a process hold replicas, of which the first has the optimizer
+    is_per_rank: bool = True  # each rank reads its own batch
     policy: Policy = field(default_factory=Even)
-    buckets: int = 0
+    buckets: int = 0  # copies of the gradients in DDP's buckets
     stages: StageOptions = field(default_factory=StageOptions)
     recompute: RecomputeOption = "never"
-    num_owners: int = 1
-    num_shards: int = 1
+    num_owners: int = 1  # ranks that share the optimizer's state
+    num_shards: int = 1  # ranks that share all of the module
     shards: ShardOptions | None = None
-    workspace: int = 0
-
-    def simulated(self, samples: int) -> int:
-        """Samples of the step to simulate, for a copy of the module that has this many: those of a micro-batch."""
-        return -(-samples // self.stages.num_microbatches)
+    workspace: int = 0  # bytes of each device that its libraries keep
 
     def samples(self, batch: int) -> list[int]:
         """Samples per copy of the module on the first node, for a batch of the loader."""
@@ -112,12 +94,10 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
 def count_devices(cfg: DictConfig) -> int:
     """Return the number of devices per node that `devices=` means; they need not exist unless it is `auto`."""
     devices = plain(cfg.devices)
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
     if str(devices) in ("auto", "-1"):
         return num_available(accelerator_type(cfg.accelerator))
-    if isinstance(devices, str) and "," in devices:
-        return len(devices.split(","))
+    if isinstance(devices, list) or "," in str(devices):
+        return len(devices if isinstance(devices, list) else str(devices).split(","))
     if not str(devices).isdigit() or int(devices) < 1:
         raise ConfigError(f"devices={devices}: at least one device is needed. {ALLOWED}.")
     return int(devices)
@@ -153,25 +133,19 @@ def is_for_accelerator(cfg: DictConfig) -> bool:
 class StageMemory:
     """Bytes on one device while a module trains, once the optimizer's state exists.
 
-    Args:
-        activations: tensors that the training step saves for its backward pass.
-        forward: largest number of bytes at one time during the training step, beyond `static` and the batch.
-        backward: the same during the backward pass.
-        update: the same during the optimizer's update.
-        gathered: parameters of other ranks that are gathered at one time.
-        owned: bytes of the optimizer's state by the rank that keeps it, where ranks share it.
+    `forward`, `backward` and `update` are the most at one time in these phases, beyond `static` and the batch.
     """
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     batch: int = 0
-    activations: int = 0
+    activations: int = 0  # what the training step saves for its backward pass
     forward: int = 0
     backward: int = 0
     update: int = 0
-    gathered: int = 0
-    owned: tuple[int, ...] = ()
+    gathered: int = 0  # parameters of other ranks that are gathered at one time
+    owned: Sequence[int] = ()  # the optimizer's state by the rank that keeps it, where ranks share it
 
     @property
     def static(self) -> int:
@@ -183,13 +157,15 @@ class StageMemory:
         """Largest number of bytes at one time."""
         return self.static + self.batch + max(self.forward, self.backward, self.update)
 
-    def without_samples(self) -> "StageMemory":
-        """The memory of a device without samples, which only holds the module and its optimizer."""
-        return replace(self, batch=0, activations=0, forward=0, backward=0)
-
     def of_replica(self) -> "StageMemory":
-        """The memory of a replica beside the root: no optimizer, and its gradients are freed after each backward."""
+        """The memory of a replica: no optimizer; gradients are sent after each step, so that forward finds none."""
         return replace(self, optimizer=0, forward=self.forward - self.gradients, update=self.backward)
+
+    def of_owner(self, owner: int) -> "StageMemory":
+        """The memory of a rank that keeps the optimizer's state of its own parameters (`shard_optimizer`)."""
+        own = self.owned[owner]
+        update = round(own / max(self.optimizer, 1) * max(0, self.update))
+        return replace(self, optimizer=own, update=max(update, min(self.parameters, MOST_BUCKETS * BUCKET_BYTES)))
 
 
 def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumulates: bool) -> StageMemory:
@@ -197,18 +173,17 @@ def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumula
 
     Parameters are cut along their first dimension, and the last rank's rows are padded. Parts are gathered one by one:
     into a buffer, and from there into a part's parameters, while the buffer of the one before it is still there; in
-    backward the next part's buffer is there already, and two copies of the part's gradients.
-
-    Args:
-        accumulates: whether gradients of several batches are added up before they are cut.
+    backward the next part's buffer is there already, and two copies of the part's gradients, which are added up before
+    they are cut where a step accumulates batches.
     """
     assert topology.shards is not None
     num, sizes = topology.num_shards, {id(p): p.nbytes for p in module.parameters()}
     cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())
     whole = sum(sizes.values())
-    parts: list[int] = []
-    for name in part_names(module, topology.shards.shard):
-        parts.append(sum(sizes.pop(id(p), 0) for p in module.get_submodule(name).parameters()))
+    parts = [
+        sum(sizes.pop(id(p), 0) for p in module.get_submodule(name).parameters())
+        for name in part_names(module, topology.shards.shard)
+    ]
     root, largest, part = whole - sum(parts), max(parts, default=0), cut / max(whole, 1)
     gathered = (root if topology.shards.reshard_after_forward else whole) + 3 * largest
     added_up, gradients = accumulates * memory.gradients, round(part * memory.gradients)
@@ -224,24 +199,16 @@ def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumula
     )
 
 
-def with_owner(memory: StageMemory, owner: int) -> StageMemory:
-    """The memory of a rank that keeps the optimizer's state of its own parameters (`shard_optimizer`)."""
-    own = memory.owned[owner]
-    update = round(own / max(memory.optimizer, 1) * max(0, memory.update))
-    return replace(memory, optimizer=own, update=max(update, min(memory.parameters, MOST_BUCKETS * BUCKET_BYTES)))
-
-
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
     """The memory of stages that keep the activations of several micro-batches at one time.
 
     All but the first one find, when they go backward, the gradients that were collected so far. Where all are kept when
     the first goes backward, the activations of that one are gone by then.
     """
-    num_parts = -(-num_samples // samples)
     found: list[StageMemory] = []
     for stage, number in zip(memory, most, strict=True):
-        kept = (number - 1) * stage.activations
-        collected = stage.gradients if number < num_parts else max(0, stage.gradients - stage.activations)
+        kept, all_kept = (number - 1) * stage.activations, number >= -(-num_samples // samples)
+        collected = max(0, stage.gradients - stage.activations) if all_kept else stage.gradients
         found.append(
             replace(
                 stage,

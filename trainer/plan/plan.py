@@ -1,8 +1,7 @@
 """Compute the memory that each device would need, without using one (`mode=plan`)."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -24,10 +23,9 @@ from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, write_json
 from ._simulation import Finished, Questions, SimulatedStrategy
-from ._topology import StageMemory, Topology, in_flight, is_for_accelerator, topology_of, with_owner
+from ._topology import StageMemory, Topology, in_flight, is_for_accelerator, topology_of
 
 GB = 10**9
-UNITS = (("GB", GB), ("MB", 10**6), ("kB", 10**3))
 
 MAX_SAMPLES = 2**24
 """Upper limit of the search, in samples."""
@@ -35,19 +33,12 @@ MAX_SAMPLES = 2**24
 MANY_GUESSES = 12
 """Number of linear guesses before bisection takes over, since memory is not linear then."""
 
-UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes that one device needs.
+    """Bytes that one device needs, which has some `samples` of a batch.
 
-    Args:
-        samples: samples of its chunk.
-        activations: tensors that forward saves for backward.
-        communication: buffers for gradients sent between devices.
-        peak: largest number of bytes at one time. Not all of the above need exist at that time, and temporaries add
-            to it.
+    Not all of them need exist at the time of the `peak`, to which temporaries add.
     """
 
     device: int
@@ -63,15 +54,10 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The outcome of `mode=plan`.
+    """The outcome of `mode=plan`, also written as `plan.json`: one plan per device of a node.
 
-    Args:
-        loader_batch: samples of a batch of the loader.
-        global_batch: samples of an optimizer step's forward over all processes.
-        devices: one plan per device of a node.
-        device_bytes: memory of a device; None if it was not given.
-        largest_batch: samples of the largest batch of the loader that fits: 0 if a single sample does not fit; None if
-            no memory size was given or any batch fits.
+    `largest_batch` is that of the loader that fits into `device_bytes`: 0 if no sample does; None if any batch fits, or
+    none were given.
     """
 
     strategy: str
@@ -86,6 +72,42 @@ class MemoryPlan:
         """Largest peak of all devices, in bytes."""
         return max(device.peak for device in self.devices)
 
+    def show(self) -> None:
+        """Print the memory of each device, and the largest batch that fits."""
+        ranks = self.global_batch // self.loader_batch
+        batch = f"{self.global_batch}" if ranks == 1 else f"{self.global_batch} = {ranks} ranks × {self.loader_batch}"
+        title = f"plan: strategy={self.strategy}, global batch {batch} samples"
+        cells = [each.name for each in fields(DevicePlan)[1:]]
+        table = new_table(title, ("device", *cells))
+        for amounts, alike in groupby(self.devices, key=lambda device: [getattr(device, cell) for cell in cells]):
+            first, *others = (device.device for device in alike)
+            name = f"{first} to {others[-1]}" if others else str(first)
+            table.add_row(name, str(amounts[0]), *map(size_text, amounts[1:]))
+        print_table(table, self.conclusions())
+
+    def conclusions(self) -> list[str]:
+        """Say whether the plan fits, and the largest batch that does."""
+        if self.device_bytes is None:
+            return ["Set device_memory_gb to find the largest batch that fits."]
+        room = size_text(self.device_bytes)
+        fits = "fits" if self.peak <= self.device_bytes else "does not fit"
+        line = f"This {fits} {room}: the largest peak of a device is {size_text(self.peak)}."
+        if self.peak > self.device_bytes:
+            line += " strategy.recompute=except_last, fsdp and model_parallel need less per device."
+        if self.largest_batch is None:
+            return [line, f"Any batch fits {room}."]
+        if not self.largest_batch:
+            return [line, f"A batch of one sample does not fit {room}: the module is too large for this strategy."]
+        return [line, f"The largest batch of the loader that fits {room}: {self.largest_batch:,} samples."]
+
+
+def size_text(size: float) -> str:
+    """Format bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
+    for unit, factor in (("GB", GB), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.{max(0, 3 - len(str(int(size / factor))))}f} {unit}"
+    return f"{size:.0f} B"
+
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
     """Compute the memory of each device for the configured strategy, and write it as `plan.json`.
@@ -96,34 +118,16 @@ def plan_memory(cfg: DictConfig) -> MemoryPlan:
     limit = cfg.get("device_memory_gb")
     with run_log(cfg.run_dir):
         topology = topology_of(instantiate("strategy", cfg.strategy), cfg)
-        found = interview(cfg, topology, partial(Planner(topology).plan, device_bytes=limit and limit * GB))
+        ask = partial(Planner(topology).plan, device_bytes=limit and limit * GB)
+        pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
+        found = interviewed(cfg, SimulatedStrategy(ask, topology, is_for_accelerator(cfg)))
     write_json(found, Path(cfg.run_dir) / "plan.json")
     return found
 
 
-def interview(cfg: DictConfig, topology: Topology, ask: Callable[[int], Questions]) -> MemoryPlan:
-    """Run a simulated training that answers questions, which depend on the samples of the loader's batch."""
-    pl.seed_everything(cfg.seed or 0, workers=True, verbose=False)  # the first batch is the same as in a run
-    simulated = SimulatedStrategy(ask, topology, is_for_accelerator(cfg))
-    module, data = module_and_data(cfg)
-    try:
-        # messages about a simulated trainer, such as unused GPUs, would mislead
-        with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
-            looks = LambdaCallback(on_train_batch_end=lambda *_: None)  # pyright: ignore  # as a run's, which get outputs
-            quiet_trainer(cfg, simulated, callbacks=[looks], **one_device(cfg)).fit(module, datamodule=data)
-    except Finished as answered:
-        return answered.args[0]
-    except UNREADABLE as exc:
-        raise ConfigError(
-            f"mode=plan runs training_step with shapes only, but it reads values ({str(exc).splitlines()[0]}). "
-            "Use mode=compare, which measures."
-        ) from exc
-    raise AssertionError("the training ended before the questions were answered")
-
-
-def one_device(cfg: DictConfig) -> dict[str, Any]:
-    """The trainer's options for a simulated run."""
-    return {
+def interviewed(cfg: DictConfig, simulated: SimulatedStrategy) -> MemoryPlan:
+    """The answer to the questions of a simulated training."""
+    options: dict[str, Any] = {
         "accelerator": "cpu", "devices": 1, "num_nodes": 1, "max_steps": -1, "min_epochs": None,
         "limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0, "fast_dev_run": False,
         # the same number of bytes; the CPU has no fp16 scaler
@@ -131,7 +135,21 @@ def one_device(cfg: DictConfig) -> dict[str, Any]:
         # from the second batch on, gradients exist in forward; further batches add no memory
         "accumulate_grad_batches": min(int(cfg.trainer.get("accumulate_grad_batches") or 1), 2),
         "exact_accumulation": False,  # which looks at samples, whose tensors have no values here
+        "callbacks": [LambdaCallback(on_train_batch_end=lambda *_: None)],  # pyright: ignore  # gets outputs, as a run's
     }  # fmt: skip
+    module, data = module_and_data(cfg)
+    try:
+        # messages about a simulated trainer, such as unused GPUs, would mislead
+        with filtered(LIGHTNING_TELLS, lambda record: record.levelno >= logging.WARNING):
+            quiet_trainer(cfg, simulated, **options).fit(module, datamodule=data)
+    except Finished as answered:
+        return answered.args[0]
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as exc:
+        raise ConfigError(
+            f"mode=plan runs training_step with shapes only, but it reads values ({str(exc).splitlines()[0]}). "
+            "Use mode=compare, which measures."
+        ) from exc
+    raise AssertionError("the training ended before the questions were answered")
 
 
 class Planner:
@@ -150,15 +168,14 @@ class Planner:
     def devices(self, batch: int) -> Questions:
         """Return the plan of every device of a node, in order."""
         topology, sizes = self.topology, self.topology.samples(batch)
-        for samples in map(topology.simulated, sizes):
-            if samples and samples not in self._known:
+        for samples in filter(None, map(self._simulated, sizes)):
+            if samples not in self._known:
                 self._known[samples] = yield samples
-        idle = [memory.without_samples() for memory in next(iter(self._known.values()))]
         plans: list[DevicePlan] = []
         for copy, samples in enumerate(sizes):
-            for memory in self._memory_of(samples) if samples else idle:
+            for memory in self._memory_of(samples):
                 if topology.num_owners > 1:
-                    memory = with_owner(memory, copy)
+                    memory = memory.of_owner(copy)
                 sent, peak = topology.buckets * memory.gradients, memory.peak
                 if not topology.is_replicated:
                     sent, peak = sent + memory.gathered, peak + sent
@@ -172,12 +189,19 @@ class Planner:
                 plans.append(DevicePlan(len(plans), samples, *held, sent, peak + topology.workspace))
         return plans
 
+    def _simulated(self, samples: int) -> int:
+        """Samples of the step to simulate, for a copy of the module that has this many: those of a micro-batch."""
+        return -(-samples // self.topology.stages.num_microbatches)
+
     def _memory_of(self, samples: int) -> list[StageMemory]:
         """The memory, per stage, of a copy of the module that has this many samples."""
-        topology, simulated = self.topology, self.topology.simulated(samples)
+        if not samples:  # it only holds the module and its optimizer
+            known = next(iter(self._known.values()))
+            return [replace(memory, batch=0, activations=0, forward=0, backward=0) for memory in known]
+        simulated = self._simulated(samples)
         if (num := -(-samples // simulated)) == 1:
             return self._known[simulated]
-        most = most_in_flight(topology.stages.schedule, num, topology.num_stages)
+        most = most_in_flight(self.topology.stages.schedule, num, self.topology.num_stages)
         return in_flight(self._known[simulated], most, samples, simulated)
 
     def largest_batch(self, batch: int, device_bytes: float) -> Questions:
@@ -192,59 +216,13 @@ class Planner:
             plans = yield from self.devices(guess)
             peaks[guess] = max(plan.peak for plan in plans)
             fits, fails = (guess, fails) if peaks[guess] <= device_bytes else (fits, guess)
-            guess = next_guess(peaks, fits, fails, device_bytes)
+            if len(peaks) == 1:
+                guess *= 2
+            elif len(peaks) > MANY_GUESSES:
+                guess = (fits + fails) // 2
+            else:
+                (n, size), (m, other) = sorted(peaks.items(), key=lambda point: abs(point[1] - device_bytes))[:2]
+                slope = (other - size) / (m - n)
+                guess = int(n + (device_bytes - size) / slope) if slope > 0 else (fits + fails) // 2
+            guess = min(max(guess, fits + 1), max(fits + 1, fails - 1))
         return None if fits == MAX_SAMPLES else fits
-
-
-def next_guess(peaks: dict[int, int], fits: int, fails: int, limit: float) -> int:
-    """The next size to try, strictly between a batch that fits and one that does not."""
-    guess = (fits + fails) // 2
-    if len(peaks) == 1:
-        guess = 2 * next(iter(peaks))
-    elif len(peaks) <= MANY_GUESSES:
-        (n, size), (m, other) = sorted(peaks.items(), key=lambda point: abs(point[1] - limit))[:2]
-        slope = (other - size) / (m - n)
-        guess = int(n + (limit - size) / slope) if slope > 0 else guess
-    return min(max(guess, fits + 1), max(fits + 1, fails - 1))
-
-
-COLUMNS = ("parameters", "gradients", "optimizer", "batch", "activations", "communication", "peak")
-CELLS = ("samples", *COLUMNS)
-
-
-def show_plan(plan: MemoryPlan) -> None:
-    """Print the memory of each device, and the largest batch that fits."""
-    ranks = plan.global_batch // plan.loader_batch
-    batch = f"{plan.global_batch}" if ranks == 1 else f"{plan.global_batch} = {ranks} ranks × {plan.loader_batch}"
-    title = f"plan: strategy={plan.strategy}, global batch {batch} samples"
-    table = new_table(title, ("device", *CELLS))
-    for amounts, alike in groupby(plan.devices, key=lambda device: [getattr(device, column) for column in CELLS]):
-        first, *others = (device.device for device in alike)
-        name = f"{first} to {others[-1]}" if others else str(first)
-        table.add_row(name, str(amounts[0]), *map(size_text, amounts[1:]))
-    print_table(table, conclusions(plan))
-
-
-def conclusions(plan: MemoryPlan) -> list[str]:
-    """Say whether the plan fits, and the largest batch that does."""
-    if plan.device_bytes is None:
-        return ["Set device_memory_gb to find the largest batch that fits."]
-    room = size_text(plan.device_bytes)
-    fits = "fits" if plan.peak <= plan.device_bytes else "does not fit"
-    line = f"This {fits} {room}: the largest peak of a device is {size_text(plan.peak)}."
-    if plan.peak > plan.device_bytes:
-        line += " strategy.recompute=except_last, fsdp and model_parallel need less per device."
-    if plan.largest_batch is None:
-        return [line, f"Any batch fits {room}."]
-    if not plan.largest_batch:
-        return [line, f"A batch of one sample does not fit {room}: the module is too large for this strategy."]
-    return [line, f"The largest batch of the loader that fits {room}: {plan.largest_batch:,} samples."]
-
-
-def size_text(size: float) -> str:
-    """Format bytes with three digits and a unit: 1.23 GB is 1.23 * 10^9 bytes."""
-    for unit, factor in UNITS:
-        if size >= factor:
-            digits = max(0, 2 - (len(str(int(size / factor))) - 1))
-            return f"{size / factor:.{digits}f} {unit}"
-    return f"{size:.0f} B"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from evener.strategies.pipeline.recompute import Recompute, verify_threads
-from evener.trainer.plan._memory_tracker import MemoryTracker
+from evener.trainer.plan._simulation import MemoryTracker
 
 
 class Block(nn.Module):

@@ -31,7 +31,7 @@ from evener.strategies import ConfigError, SingleDeviceStrategy
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._topology import StageMemory, in_flight
-from evener.trainer.plan.plan import DevicePlan, MemoryPlan, conclusions, plan_memory
+from evener.trainer.plan.plan import DevicePlan, MemoryPlan, plan_memory
 
 WEIGHTS = 232
 
@@ -240,14 +240,14 @@ def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
         return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
 
     peak = deep().peak
-    lines = conclusions(deep(f"device_memory_gb={(peak - 1) / 1e9}"))
+    lines = deep(f"device_memory_gb={(peak - 1) / 1e9}").conclusions()
     assert "does not fit" in lines[0]
     assert lines[0].endswith("strategy.recompute=except_last, fsdp and model_parallel need less per device.")
-    assert conclusions(deep(f"device_memory_gb={peak / 1e9}"))[0].startswith("This fits")
+    assert deep(f"device_memory_gb={peak / 1e9}").conclusions()[0].startswith("This fits")
     # the parameters alone, with their gradients and the optimizer's state
     plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
     assert plan.largest_batch == 0
-    assert "A batch of one sample does not fit 696 B" in conclusions(plan)[1]
+    assert "A batch of one sample does not fit 696 B" in plan.conclusions()[1]
 
 
 REFUSED = [
