@@ -26,7 +26,7 @@ from ..core.module_checks import recompute_weights
 from ..core.module_log import lightning_modules
 from ..core.patching import Replacement
 from .part_lists import Added, Appended, Join, Key, PartLists, given_lists, with_loss
-from .tree import Path, children, rebuild, walk
+from .structure import Path, children, rebuild, walk
 
 
 class EvaluationLists:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.errors import ConfigError
 from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
 from .results import Joiner, are_equal, combine, is_array, is_loss, is_whole
-from .tree import Path, called, children, rebuild, walk
+from .structure import Path, called, children, rebuild, walk
 
 Key: TypeAlias = tuple[int, int]
 """A global batch: its loader, and its number there."""

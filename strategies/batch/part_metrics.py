@@ -24,7 +24,7 @@ from ..core.no_value import no_value
 from ..core.patching import Replacement, replaced
 from ..core.types import Sizes
 from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
-from .tree import Path, is_array
+from .structure import Path, is_array
 
 _METHODS = ("update", "forward", "compute", "reset")
 

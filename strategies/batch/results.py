@@ -24,8 +24,18 @@ from ..core.devices import scalar
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.no_value import NoValue, known, no_value
 from ..core.types import Batch, Sizes
-from .structure import BatchStructure, DeclaredDims, num_samples
-from .tree import Path, are_samples, called, children, is_array, is_sequence, rebuild
+from .structure import (
+    BatchStructure,
+    DeclaredDims,
+    Path,
+    are_samples,
+    called,
+    children,
+    is_array,
+    is_sequence,
+    num_samples,
+    rebuild,
+)
 
 Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""

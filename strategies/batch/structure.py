@@ -15,13 +15,128 @@ The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `v
 shared tensor whose number of rows then becomes another is not cut, but refused by name.
 """
 
+import copy
+import enum
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import accumulate
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch, Chunk, Sizes
-from .tree import Path, Role, are_samples, called, children, cut, is_array, is_sequence, length, splits_itself
+
+SHARED = (str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, np.generic, type(None))
+"""Values that hold no samples: every chunk has them."""
+
+Path: TypeAlias = tuple[Any, ...]
+"""The keys, indices and field names from a batch to a value in it."""
+
+Items: TypeAlias = list[tuple[Any, Any]]
+
+Role: TypeAlias = Literal["rows", "list", "itself", "shared", "structure"]
+"""What a value is: a row or an element per sample, what splits itself, the same for all samples, or a structure."""
+
+
+def children(value: Any) -> Items | None:
+    """The named parts of a structure; None for a leaf."""
+    if isinstance(value, PackedSequence):
+        return None  # a namedtuple, but its rows are time steps
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore[reportAttributeAccessIssue]  # a namedtuple
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a value and all that is in it, with their paths, each before its parts."""
+    yield path, value
+    for key, child in children(value) or ():
+        yield from walk(child, (*path, key))
+
+
+def rebuild(value: Any, parts: list[Any]) -> Any:
+    """A structure like `value`, its parts replaced in order."""
+    if isinstance(value, tuple):
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return parts
+    rebuilt = copy.copy(value)
+    for (key, _), part in zip(children(value) or [], parts, strict=True):
+        if isinstance(value, Mapping):
+            rebuilt[key] = part
+        else:
+            object.__setattr__(rebuilt, key, part)  # a frozen dataclass too
+    return rebuilt
+
+
+def splits_itself(value: Any) -> bool:
+    """Whether a value has `split(sizes)` (that of tensors and strings is another), or is a batch of torch_geometric."""
+    if isinstance(value, (Tensor, str, bytes)):
+        return False
+    return callable(getattr(value, "split", None)) or callable(getattr(value, "to_data_list", None))
+
+
+def length(value: Any) -> int | None:
+    """The samples of a value, if it has any: its rows, elements or graphs."""
+    if callable(getattr(value, "to_data_list", None)):
+        return int(value.num_graphs)  # its `len` is the number of its attributes
+    return len(value) if hasattr(value, "__len__") else None
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a tensor or array with rows."""
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and not value.is_nested and value.dim() > 0
+    return isinstance(value, np.ndarray) and value.ndim > 0
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether a value is a plain list or tuple, whose elements may be samples."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def are_samples(values: Any, num: int | None) -> bool:
+    """Whether a list of `num` elements has one per sample, rather than tensors and lists of samples."""
+    lengths = {length for value in values for length in _lengths(value)}
+    return len(values) == num and lengths - {None} != {num}
+
+
+def _lengths(value: Any) -> Iterator[int | None]:
+    """The lengths of the tensors and lists that a value is, or holds outside of lists."""
+    if is_array(value) or is_sequence(value) or splits_itself(value):
+        yield length(value)
+    else:
+        for _, child in children(value) or ():
+            yield from _lengths(child)
+
+
+def called(path: Path, root: str) -> str:
+    """How an error names a value: `batch['boxes'][0]`."""
+    return root + "".join(f"[{key!r}]" for key in path)
+
+
+def split_itself(value: Any, sizes: list[int]) -> list[Any]:
+    """Cut a value by its rows, elements or graphs, or as it does itself."""
+    if isinstance(value, Tensor):
+        return list(value.split(sizes))
+    graphs, kind = getattr(value, "to_data_list", None), cast(Any, type(value))
+    if graphs is None and not isinstance(value, (list, tuple, np.ndarray)):
+        return list(value.split(sizes))
+    values, ends = value if graphs is None else graphs(), list(accumulate(sizes))
+    parts = [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return parts if graphs is None else [kind.from_data_list(part) if part else None for part in parts]
+
 
 BatchDims: TypeAlias = Mapping[Any, Any]
 """The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
@@ -137,28 +252,35 @@ class BatchStructure:
         return num
 
     def split(self, batch: Batch, sizes: Sizes) -> list[Chunk]:
-        """Cut a batch; the table above tells what becomes of its values.
-
-        Tensors are views of the batch's. An empty chunk has tensors of shape (0, ...).
-
-        Args:
-            batch: nested tensors, each of shape (N, ...).
-            sizes: samples per chunk; they sum to N.
-
-        Returns:
-            One chunk per size, in order, of the batch's own type.
+        """Cut a batch into chunks of its own type, one per size, in order; tensors are views of the batch's.
 
         Raises:
             PartsDiffer: a value can't be cut; the message names it.
         """
+        return self._cut(batch, list(sizes), sum(sizes), ())
 
-        def role_of(value: Any, path: Path) -> Role:
-            role = self._role(value, path, sum(sizes))
+    def _cut(self, value: Any, sizes: list[int], num: int, path: Path) -> list[Any]:
+        role = self._role(value, path, num)
+        if role == "shared":
             if is_array(value) and (before := self._shared.get(path, len(value))) != len(value):
                 raise self._refuse(path, f"has {len(value)} rows, and had {before} in the first batch")
-            return role
-
-        return cut(batch, list(sizes), role_of, self._refuse)
+            return [value] * len(sizes)
+        if role != "structure":
+            if (own := length(value)) not in (None, num):
+                raise self._refuse(
+                    path, f"has {own} rows in a batch of {num} samples, so it can't be cut along dimension 0"
+                )
+            parts = split_itself(value, sizes)
+            if len(parts) != len(sizes):
+                what = f"is cut otherwise: {type(value).__name__}.split({sizes}) returned {len(parts)} parts"
+                raise self._refuse(path, what)
+            return parts
+        if (items := children(value)) is not None:
+            columns = [self._cut(child, sizes, num, (*path, key)) for key, child in items]
+            return [rebuild(value, [column[i] for column in columns]) for i in range(len(sizes))]
+        if isinstance(value, SHARED) or (isinstance(value, (Tensor, np.ndarray)) and not value.ndim):
+            return [value] * len(sizes)
+        raise self._refuse(path, f"is a {type(value).__name__}, which can't be cut into chunks")
 
     def _refuse(self, path: Path, what: str) -> PartsDiffer:
         return PartsDiffer(

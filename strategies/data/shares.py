@@ -7,7 +7,7 @@ import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from ..batch.tree import Path, children
+from ..batch.structure import Path, children
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from .loaders import Source, source_of, unequal_parts

@@ -12,8 +12,7 @@ from torch.distributed import Work
 from typing_extensions import override
 
 from ..batch.layout import tell_whole
-from ..batch.structure import BatchStructure
-from ..batch.tree import Path, walk
+from ..batch.structure import BatchStructure, Path, walk
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
 from .sampling import Agree, Divide, Pass, Passes, Share, in_one_order

@@ -20,7 +20,7 @@ from ...core.module_checks import is_metric, is_plain, own_parts
 from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, refill
 from ...core.patching import hooks_of
 from ..results import is_loss
-from ..tree import walk
+from ..structure import walk
 
 _LIBRARIES = ("builtins", "evener", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "types")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)

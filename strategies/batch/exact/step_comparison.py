@@ -21,8 +21,7 @@ from ..evaluation_lists import EvaluationLists
 from ..part_lists import Appended, with_loss
 from ..results import ResultStructure, combine, is_loss, join_evaluated
 from ..run_structures import FewSamples, takes_others_batches
-from ..structure import BatchStructure
-from ..tree import Path, walk
+from ..structure import BatchStructure, Path, walk
 from ..whole.over_batch import end_of_step
 from .cuts import Cuts, Tried, said
 from .loss_reader import Part

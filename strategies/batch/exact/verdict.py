@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
-from ..tree import Path
+from ..structure import Path
 from .programs import RETURNED, Program, Programs, merged_rows
 from .tape import Tape
 
