@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -119,19 +119,19 @@ def fit(strategy: Any, devices: int, read: Callable[[], int]) -> list[float]:
 
 def of_dp(num_devices: int) -> float:
     total = Sum()
-    copy, add = replicas_room.broadcast_coalesced, copies_room._add
+    copy, add = replicas_room.write, copies_room._add
 
     def counted_copy(sources: Any, targets: Any, *rest: Any) -> None:
         for _ in targets:
             total.add(sources)
         copy(sources, targets, *rest)
 
-    def counted_add(sums: dict[int, Tensor], gradients: dict[int, Tensor], *rest: Any) -> None:
-        total.add(gradients.values())
+    def counted_add(sums: Any, gradients: Sequence[Tensor | None], *rest: Any) -> None:
+        total.add(one for one in gradients if one is not None)
         add(sums, gradients, *rest)
 
     with (
-        patch.object(replicas_room, "broadcast_coalesced", counted_copy),
+        patch.object(replicas_room, "write", counted_copy),
         patch.object(copies_room, "_add", counted_add),
     ):
         return fit(DataParallelStrategy(), num_devices, total)[0]

@@ -1,10 +1,9 @@
-"""Compare replicas with one device, and with nn.DataParallel on a GPU, and count copied parameters.
+"""Compare replicas with one device, and measure the root's memory on a GPU.
 
     python benchmarks/data_parallel.py
 
     (a) a training step of two CPU replicas and of one device, dominated by computation
-    (b) number of parameters copied in evaluation and in accumulation steps
-    (c) with a GPU: [cuda:0, cuda:0] and nn.DataParallel(device_ids=[0, 0]); [cuda:0, cpu]; peak memory of the root
+    (b) with a GPU: [cuda:0, cpu], peak memory of the root
 
 All variants run interleaved in one process, round by round, on one intra-op thread; the table shows medians and the
 quartiles of the rounds' ratios.
@@ -15,7 +14,6 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -28,10 +26,6 @@ from evener.strategies import (
     DataParallelStrategy,
     SingleDeviceStrategy,
 )
-from evener.strategies.batch.policies import Even
-from evener.strategies.batch.results import chunk_losses
-from evener.strategies.batch.structure import BatchStructure
-from evener.strategies.replicas.runner import ReplicaRunner
 from evener.trainer import Trainer
 
 
@@ -60,22 +54,6 @@ class Mlp(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def interleaved(variants: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of every variant in each round."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    for run_once in variants.values():
-        run_once()
-    for _ in range(rounds):
-        for name, run_once in variants.items():
-            start = time.perf_counter()
-            for _ in range(steps):
-                run_once()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - start) / steps)
-    return found
-
-
 def report(seconds: dict[str, list[float]], first: str, second: str) -> None:
     """Print the medians of both variants, and the median ratio."""
     ratios = sorted(a / b for a, b in zip(seconds[first], seconds[second], strict=True))
@@ -83,34 +61,6 @@ def report(seconds: dict[str, list[float]], first: str, second: str) -> None:
     for name in (first, second):
         print(f"    {name:44s} {statistics.median(seconds[name]) * 1e3:9.3f} ms a step")
     print(f"    {first} / {second}: {middle:.2f} (quartiles {low:.2f} to {high:.2f})\n")
-
-
-def persistent_step(module: Mlp, batch: Any, devices: list[torch.device]) -> Callable[[], None]:
-    """A step like that of `DataParallelStrategy`."""
-    layout, optimizer = ReplicaRunner(module, devices), module.configure_optimizers()
-
-    def step() -> None:
-        sizes = Even().sizes(len(batch[0]), len(devices))
-        chunks = BatchStructure().split(batch, sizes)
-        outputs = layout.run("training_step", [((chunk,), {}) for chunk in chunks], sizes)
-        optimizer.zero_grad()
-        layout.attach(chunk_losses(outputs, sizes, "dp").combine(devices[0])).backward()
-        optimizer.step()
-        layout.replicas.mark_changed()
-
-    return step
-
-
-def torch_step(module: Mlp, batch: Any) -> Callable[[], None]:
-    """A step of torch's nn.DataParallel on one GPU given twice."""
-    parallel, optimizer = nn.DataParallel(module, device_ids=[0, 0]), module.configure_optimizers()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        parallel(batch[0]).mean().backward()
-        optimizer.step()
-
-    return step
 
 
 class StepSeconds(pl.Callback):
@@ -154,35 +104,10 @@ def compute_bound(args: argparse.Namespace, batch_size: int) -> None:
     report(seconds, "dp, 2 CPU replicas", "one device")
 
 
-def counted_copies() -> None:
-    """(b)."""
-    print("(b) parameters copied to 1 other device, of 8 parameters, in 12 batches with accumulate_grad_batches=4")
-    counts: list[int] = []
-
-    class Count(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            counts.append(trainer.strategy.layout.runner.replicas.num_copied_parameters)
-
-        on_validation_batch_end = on_train_batch_end
-
-    loader = DataLoader(TensorDataset(torch.randn(48, 16)), batch_size=4)
-    options = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "callbacks": [Count()]}
-    make_trainer("dp", devices=2, **options).fit(Mlp(4, 16), loader, loader)
-    copied = [after - before for before, after in zip([0, *counts], counts, strict=False)]
-    print(f"    training batches   {copied[:12]}\n    validation batches {copied[12:]}\n")
-
-
 def on_gpu(args: argparse.Namespace) -> None:
-    """(c)."""
+    """(b)."""
     gpu = torch.device("cuda", 0)
-    batch = (torch.randn(8, 16, device=gpu),)
-    print(f"(c) {args.layers} layers of width 16, batch of 8 on [cuda:0, cuda:0]")
-    modules = [Mlp(args.layers, 16).to(gpu) for _ in range(2)]
-    variants = {
-        "nn.DataParallel": torch_step(modules[0], batch),
-        "persistent replicas": persistent_step(modules[1], batch, [gpu, gpu]),
-    }
-    report(interleaved(variants, args.rounds, 5), "nn.DataParallel", "persistent replicas")
+    print(f"(b) {args.layers} layers of width 512, batch of 256 on [cuda:0, cpu]")
     for name, policy in (("even", {"weights": [1, 1]}), ("gpu0_chunk=8", {"gpu0_chunk": 8})):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gpu)
@@ -190,7 +115,7 @@ def on_gpu(args: argparse.Namespace) -> None:
         clock = StepSeconds()
         strategy = BalancedDataParallelStrategy(devices=["cuda:0", "cpu"], **policy)
         trainer = make_trainer(strategy, accelerator="cuda", devices=1, callbacks=[clock], limit_val_batches=0)
-        trainer.fit(Mlp(16, 512), loader, loader)
+        trainer.fit(Mlp(args.layers, 512), loader, loader)
         peak = torch.cuda.max_memory_allocated(gpu) / 2**20
         step_ms = statistics.median(clock.seconds[1:]) * 1e3
         print(f"    [cuda:0, cpu], {name:14s} {step_ms:9.3f} ms a step, peak memory of cuda:0 {peak:8.1f} MiB")
@@ -199,7 +124,7 @@ def on_gpu(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run all parts that this machine supports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=200, help="layers of (c)")
+    parser.add_argument("--layers", type=int, default=16, help="layers of (b)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -207,11 +132,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     for batch_size in (256, 1024):
         compute_bound(args, batch_size)
-    counted_copies()
     if torch.cuda.is_available():
         on_gpu(args)
     else:
-        print("(c) not run: this machine has no GPU")
+        print("(b) not run: this machine has no GPU")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from .core.devices import peak_memory_bytes
 from .core.errors import ConfigError
 from .core.options import Advice, Natural, checked
 from .dp import DataParallelStrategy
-from .replicas.layout import ReplicaLayout
-from .replicas.runner import Measurement
+from .replicas.layout import Measurement, ReplicaLayout
 
 Auto: TypeAlias = Literal["auto"]
 """Value of an option that is found by measuring."""
@@ -96,13 +95,13 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         if self.controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
             return super().training_step(*args, **kwargs)
         if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
-            self._pending = layout.runner.measure()
+            self._pending = layout.measure()
         self._num_steps += 1
         output = super().training_step(*args, **kwargs)
         if not layout.cuts_steps and layout.options.submodule is None:  # there is nothing to measure
             self._pending = None
             return output
-        if layout.runner.has_met:
+        if layout.has_met:
             self._pending = None
             self._told.info(
                 "balanced_dp: the replicas wait for each other within a step (over_batch), so "

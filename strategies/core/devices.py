@@ -95,38 +95,6 @@ def scalar(value: float, device: torch.device, dtype: torch.dtype | None = None)
     return torch.full((), value, device=device, dtype=dtype or torch.get_default_dtype())
 
 
-def broadcast_coalesced(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors to tensors of the same shapes on other devices, in few transfers; call it under `torch.no_grad()`.
-
-    Args:
-        targets: for each copy tensors of one device, in the order of the sources.
-    """
-    if not sources:
-        return
-    home = sources[0].device
-    for target in targets:
-        if target[0].device == home:
-            torch._foreach_copy_(list(target), list(sources))
-    away = [target for target in targets if target[0].device != home]
-    for bucket in buckets(sources, 2**26) if away else ():
-        parts = [sources[i] for i in bucket]
-        flat, shapes = flattened(parts), [part.shape for part in parts]
-        for target in away:
-            moved = unflattened(to_device(flat, target[0].device), shapes)
-            torch._foreach_copy_([target[i] for i in bucket], moved)
-
-
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Put tensors of one dtype one after the other into a new tensor of one dimension."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def unflattened(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The views of a flat tensor that have the shapes of what it was made of."""
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
 def buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
     """Group the indices of tensors by dtype, at most `bucket_bytes` per group."""
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}

@@ -1,5 +1,5 @@
 """Copies of a module on several devices of one process.
 
-Exports: layout, runner, replicas.
+Exports: layout, replicas.
 May import: core, batch.
 """

@@ -10,7 +10,6 @@ written to the same copies. So autograd knows all that there is to know, and not
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +17,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ..core.devices import buckets, current_stream, flattened, has_streams, is_accelerator, unflattened
+from ..core.devices import buckets, current_stream, has_streams, is_accelerator, to_device
 from ..core.side_streams import beside, finish_beside, finish_copy, start_copy, work_so_far
 
 BUCKET_BYTES = 2**25
-"""Bytes of gradients moved to the root in one transfer."""
-
-
-@dataclass
-class Gate:
-    """Whether the gradients of a backward pass reach the root: what a step goes backward through itself stays apart."""
-
-    is_open: bool = True
+"""Bytes moved between the root and a copy in one transfer."""
 
 
 class ParameterCopy(nn.Parameter):
@@ -40,7 +32,6 @@ class ParameterCopy(nn.Parameter):
 
     grad = None  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
     original: Tensor
-    gate: Gate
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -54,7 +45,7 @@ class ParameterCopy(nn.Parameter):
     @override
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if requires_grad and self.is_leaf:
-            _follow([self.original], [[self]], self.gate)
+            _follow([self.original], [[self]])
         elif not requires_grad:
             self.detach_()
         return self
@@ -74,25 +65,41 @@ class ParameterCopy(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(proto)  # pickled, it is a leaf
 
 
-def copied(parameter: Tensor, device: torch.device, gate: Gate) -> Tensor:
-    """Copy a parameter to a device; `follow` makes the copy one whose gradients are the parameter's."""
-    values = parameter.detach().to(device, copy=True)
-    if type(parameter) is not nn.Parameter:
-        return nn.Parameter(values, requires_grad=False)
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a parameter or buffer; `follow` makes the copy of a parameter one whose gradients are the parameter's."""
+    values = tensor.detach().to(device, copy=True)
+    if type(tensor) is not nn.Parameter:
+        return nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
     made = ParameterCopy(values, requires_grad=False)
-    vars(made).update(vars(parameter))  # a tensor may keep state of its own there
-    made.original, made.gate = parameter, gate
+    vars(made).update(vars(tensor))  # a tensor may keep state of its own there
+    made.original = tensor
     return made
 
 
-def follow(
-    parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], gate: Gate, one_by_one: bool = False
-) -> None:
+def write(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
+    """Copy tensors to tensors of the same shapes on other devices, in few transfers.
+
+    Args:
+        targets: for each copy tensors of one device, in the order of the sources.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        away = [target for target in targets if sources and target[0].device != sources[0].device]
+        for target in targets if sources else ():
+            if target[0].device == sources[0].device:
+                torch._foreach_copy_(list(target), list(sources))
+        for bucket in buckets(sources, BUCKET_BYTES) if away else ():
+            parts = [sources[i] for i in bucket]
+            flat = _flattened(parts)
+            for target in away:
+                moved = _unflattened(to_device(flat, target[0].device), parts)
+                torch._foreach_copy_([target[i] for i in bucket], moved)
+
+
+def follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], one_by_one: bool = False) -> None:
     """Give the gradients of copies to the parameters, as far as these are trained.
 
     Args:
         copies: those of each replica, in the order of the parameters.
-        gate: looked at in each backward pass.
         one_by_one: whether each parameter has a node of its own, so that it takes part in a backward pass only if the
             loss depends on it; where a bundle of them takes part, some may get no gradient, and stay as they are.
     """
@@ -103,43 +110,45 @@ def follow(
     others = [i for i in trained if i not in alone]
     bundles = buckets([parameters[i] for i in others], BUCKET_BYTES)
     for numbers in (*([i] for i in alone), *([others[place] for place in bundle] for bundle in bundles)):
-        _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies], gate)
+        _follow([parameters[i] for i in numbers], [[own[i] for i in numbers] for own in copies])
 
 
-def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], gate: Gate) -> None:
+def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
     root, given = parameters[0].device, [copy for own in copies for copy in own]
     # values stay, and graphs of this step may have saved them
     as_they_were = torch.autograd._unsafe_preserve_version_counter(tuple(given))
     with torch.inference_mode(False), torch.enable_grad(), as_they_were:
         if has_streams(root):
             parameters = _Arrival.apply(*parameters)
-        made = _Copies.apply(gate, root, len(parameters), *parameters, *given)
+        made = Copies.apply(root, len(parameters), *parameters, *given)
     for node in {copy.grad_fn for copy in made}:
         node._set_sequence_nr(2**63 - 1)  # the engine runs it as soon as it can
 
 
-class _Copies(torch.autograd.Function):
-    """Parameters, and their copies, which have the same values already."""
+class Copies(torch.autograd.Function):
+    """Parameters of one dtype, and their copies, which have the same values already."""
+
+    reaches_root = True
+    """Whether gradients reach the root: those of a backward pass that a step makes itself stay apart."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, root: torch.device, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, root: torch.device, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         copies = tensors[num:]
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*copies)
-        ctx.gate, ctx.root, ctx.num = gate, root, num
+        ctx.root, ctx.num = root, num
         ctx.device = next((copy.device for copy in copies if is_accelerator(copy.device)), root)
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: dict[int, Tensor] = {}
-        if _is_asked_for(ctx) or ctx.gate.is_open:
+        if _is_asked_for(ctx) or Copies.reaches_root:
             # the engine has had the stream of the first accelerator among the copies' wait for all gradients
             ready = work_so_far(ctx.device)
             for start in range(0, len(grad_outputs), ctx.num):
-                own = enumerate(grad_outputs[start : start + ctx.num])
-                _add(sums, {i: gradient for i, gradient in own if gradient is not None}, ctx.root, ready)
-        return None, None, None, *map(sums.get, range(ctx.num)), *(None for _ in grad_outputs)
+                _add(sums, grad_outputs[start : start + ctx.num], ctx.root, ready)
+        return None, None, *map(sums.get, range(ctx.num)), *(None for _ in grad_outputs)
 
 
 def _is_asked_for(node: Any) -> bool:
@@ -171,29 +180,38 @@ class _Arrival(torch.autograd.Function):
         return grad_outputs
 
 
-def _add(sums: dict[int, Tensor], gradients: dict[int, Tensor], root: torch.device, ready: torch.Event | None) -> None:
-    """Add the gradients of one replica to sums on the root's device, one bucket at a time."""
-    away = [i for i, g in gradients.items() if g.device != root and g.layout is torch.strided]
-    near = {i: gradient.to(root) for i, gradient in gradients.items() if i not in away}
-    if near:
-        with beside(root):
-            finish_copy(list(near.values()), ready if has_streams(root) else None)
-            both = [i for i in near if i in sums]
-            # not in place: others may hold a gradient that was not copied here
-            added = torch._foreach_add([sums[i] for i in both], [near[i] for i in both]) if both else ()
-            sums.update(near | dict(zip(both, added, strict=True)))
-    for bucket in buckets([gradients[i] for i in away], BUCKET_BYTES):
-        numbers = [away[place] for place in bucket]
-        shapes = [gradients[i].shape for i in numbers]
-        if ready is not None and (stream := current_stream(gradients[numbers[0]].device)) is not None:
+def _add(
+    sums: dict[int, Tensor], gradients: Sequence[Tensor | None], root: torch.device, ready: torch.Event | None
+) -> None:
+    """Add the gradients of one replica to sums on the root's device, in one transfer."""
+    given = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+    if not given:
+        return
+    parts = list(given.values())
+    source, is_flat = parts[0].device, all(part.layout is torch.strided for part in parts)
+    moved, arrived = parts, ready if has_streams(root) else None
+    if source != root:
+        if ready is not None and (stream := current_stream(source)) is not None:
             stream.wait_event(ready)
-        flat, arrived = start_copy([flattened([gradients[i] for i in numbers])], root)
-        moved = dict(zip(numbers, unflattened(flat[0], shapes), strict=True))
-        with beside(root):
-            finish_copy(flat, arrived)
-            both = [i for i in numbers if i in sums]
-            if torch.is_grad_enabled():
-                moved |= {i: sums[i] + moved[i] for i in both}
-            elif both:  # in place, in what has come: the root holds one sum, however many replicas there are
-                torch._foreach_add_([moved[i] for i in both], [sums[i] for i in both])
-        sums.update(moved)
+        moved, arrived = start_copy([_flattened(parts)] if is_flat else parts, root)
+    with beside(root):
+        finish_copy(moved, arrived)
+        new = dict(zip(given, _unflattened(moved[0], parts) if is_flat and source != root else moved, strict=True))
+        both = [i for i in given if i in sums]
+        old, mine = [sums[i] for i in both], [new[i] for i in both]
+        if both and source != root and not torch.is_grad_enabled():
+            torch._foreach_add_(mine, old)  # in what has come: the root holds one sum, however many replicas there are
+        elif both:  # others may hold a gradient that was not copied here
+            new |= zip(both, torch._foreach_add(old, mine), strict=True)
+    sums.update(new)
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Put tensors of one dtype one after the other into a new tensor of one dimension."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The views of a flat tensor that have the shapes of others."""
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

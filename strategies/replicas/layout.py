@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,26 +13,34 @@ from pytorch_lightning.trainer.states import TrainerFn
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
+from ..batch.exact.verdict import Values
 from ..batch.layout import STEPS, Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
 from ..batch.policies import Even, Policy
 from ..batch.results import join_evaluated, losses_in
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
-from ..batch.whole.meeting import Seat, seat
+from ..batch.whole.meeting import Meeting, Seat, seat
 from ..batch.whole.over_batch import end_of_step, ended
-from ..core.devices import is_accelerator
+from ..core.devices import is_accelerator, seconds_between, time_mark
 from ..core.errors import ConfigError
+from ..core.executor import Executor, Piece
 from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
+    is_compiled,
     resting_device,
     verify_shapes,
     verify_takes_batches,
     verify_unscripted,
 )
-from ..core.patching import Replacement
+from ..core.patching import Replacement, replaced
+from ..core.side_streams import from_host
 from ..core.types import Batch, Chunk
-from .runner import ReplicaRunner
+from ._parameter_copies import Copies
+from .replicas import Replicas
+
+_COMPILATIONS = 8
+"""Torch's own limit of compilations per function (torch 2.13), after which it runs without compiling."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,30 @@ class ReplicaOptions:
     one_by_one: bool = False
 
 
+class Measurement:
+    """Seconds of the forward pass of each chunk of a step, without synchronizing any device."""
+
+    def __init__(self) -> None:
+        self.sizes: Sequence[int] = ()
+        self._marks: dict[int, tuple[Any, Any]] = {}
+
+    def timed(self, i: int, piece: Piece) -> Any:
+        """Run the piece of a device."""
+        start = time_mark(piece.device)
+        result = piece.call()
+        self._marks[i] = start, time_mark(piece.device)
+        return result
+
+    def is_ready(self) -> bool:
+        """Whether the step has run and every device has finished its chunk."""
+        ends = [end for _, end in self._marks.values()]
+        return bool(ends) and all(end.query() for end in ends if isinstance(end, torch.Event))
+
+    def seconds(self) -> list[float]:
+        """Those of each device, once they are ready; 0 of one without samples."""
+        return [seconds_between(*self._marks[i]) if i in self._marks else 0.0 for i in range(len(self.sizes))]
+
+
 @dataclass
 class ReplicaLayout(PartsLayout):
     """Runs every step on all replicas and combines what they return to the whole batch's result.
@@ -71,16 +103,16 @@ class ReplicaLayout(PartsLayout):
         super().__post_init__()
         self.strategy = self.options.strategy
         self.num_parts = len(self.devices)
+        self._replicas: Replicas | None = None
+        self._executor = Executor(self.options.threads)
         self._forward: Replacement | None = None
         """Stands for the forward of a submodule that is replicated alone."""
-        self._runner: ReplicaRunner | None = None
         self._mixed: MixedDevices | None = None
-
-    @property
-    def runner(self) -> ReplicaRunner:
-        """Runs calls on the replicas of this run."""
-        assert self._runner is not None, "the run has not begun"
-        return self._runner
+        self._meets: dict[str, bool] = {}
+        """By method, whether parts met in the first step; what meets runs in order."""
+        self._measurement: Measurement | None = None
+        self.has_met = False
+        """Whether the replicas have met in the last step."""
 
     @property
     @override
@@ -90,15 +122,15 @@ class ReplicaLayout(PartsLayout):
         It is the root device where a hook of the user's receives the batch and may use it there, where only a submodule
         is replicated, and where there is no other device.
         """
-        root = self.devices[0]
-        if not is_accelerator(root) or len(set(self.devices)) == 1 or self._runner is None or self._forward is not None:
+        root, is_begun = self.devices[0], self._replicas is not None
+        if not is_accelerator(root) or len(set(self.devices)) == 1 or not is_begun or self._forward is not None:
             return root
         return resting_device(self.module.trainer, root, self.tell)
 
     @property
     @override
     def logs(self) -> LogRecorder:
-        return self.runner.logs  # which a run makes anew where the module has changed
+        return self._logs  # which a run makes anew where the module has changed
 
     @property
     @override
@@ -108,7 +140,7 @@ class ReplicaLayout(PartsLayout):
     @property
     @override
     def cuts_steps(self) -> bool:
-        return self.options.submodule is None and "training_step" not in self.whole.names
+        return self.cuts_evaluation("training_step")
 
     @override
     def cuts_evaluation(self, step: str) -> bool:
@@ -142,17 +174,18 @@ class ReplicaLayout(PartsLayout):
 
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
-        module, options = trainer.lightning_module, self.options
+        module, name = trainer.lightning_module, self.options.submodule
         super().begin(trainer, structures)
+        self._meets.clear()
+        self._measurement = None
         if len(set(self.devices)) > 1:  # what replicas leave behind meets on the root device
             self._mixed = MixedDevices(lambda: self.devices[::-1], stays=True)
             self._mixed.begin()
-        part = module if options.submodule is None else module.get_submodule(options.submodule)
+        part = module if name is None else module.get_submodule(name)
         verify_unscripted(part)
-        root_call = None if part is module else part.forward
-        self._runner = ReplicaRunner(
-            part, self.devices, options.threads, options.strategy, root_call, structures.lists, options.one_by_one
-        )
+        self._replicas = Replicas(part, self.devices, self.options.one_by_one)
+        self._own_forward = part.forward
+        self._attach(self._replicas)
         if part is not module:
             inputs = structures.of_inputs(type(part).__name__)
             self._forward = Replacement(part, "forward", partial(self._run_submodule, inputs))
@@ -170,7 +203,8 @@ class ReplicaLayout(PartsLayout):
 
     @override
     def weights_changed(self) -> None:
-        self.runner.replicas.mark_changed()
+        assert self._replicas is not None, "the run has not begun"
+        self._replicas.mark_changed()
 
     @override
     def close(self) -> None:
@@ -178,17 +212,23 @@ class ReplicaLayout(PartsLayout):
             self._forward.remove()
         if self._mixed is not None:
             self._mixed.end()
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = self._forward = self._mixed = None
+        if self._replicas is not None:
+            self._executor.shutdown()
+            self.logs.close()
+        self._replicas = self._forward = self._mixed = None
 
     @override
     def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
         reader = self.reader if end_of_step(self._module) is None else None
-        outputs = self._run("training_step", chunks, sizes, rest, reader=reader)
+        outputs = self._run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes, reader=reader)
         if reader is not None:
             reader.scale()
         return outputs, lambda loss: loss  # it is computed of theirs
+
+    def measure(self) -> Measurement:
+        """Measure the next step."""
+        self._measurement = Measurement()
+        return self._measurement
 
     def _whole_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step on the first replica, on the whole batch."""
@@ -207,11 +247,11 @@ class ReplicaLayout(PartsLayout):
         num = inputs.num_samples((args, kwargs))
         if not num:
             raise ConfigError(
-                f"{self.strategy}: the inputs of {type(self.runner.root).__name__} hold no tensor with a "
+                f"{self.strategy}: the inputs of submodule={self.options.submodule} hold no tensor with a "
                 "dimension, so they can't be split. Choose a submodule that takes the batch."
             )
         results, sizes = self.structures.of_results("submodule"), self.sizes(num)
-        outputs = self.runner.run("forward", inputs.split((args, kwargs), sizes), sizes)
+        outputs = self._run("forward", inputs.split((args, kwargs), sizes), sizes, values=Values())
         self.logs.replay(sizes)
         return results.join(outputs, sizes, self.devices[0])
 
@@ -219,15 +259,72 @@ class ReplicaLayout(PartsLayout):
         index = dataloader_index(self.module.trainer, rest)
         results = self.structures.of_results(name, index)
         chunks, sizes = self.cut(batch, index)
-        outputs = self._run(name, chunks, sizes, rest, index)
+        outputs = self._run(name, [((chunk, *rest), {}) for chunk in chunks], sizes, index)
         joined, losses = join_evaluated(outputs, sizes, results, self.devices[0], self.strategy)
         self.logs.replay(sizes, losses)
         return joined
 
     def _run(
-        self, name: str, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any], loader: int = 0,
-        reader: LossReader | None = None,
+        self, method: str, arguments: Sequence[Any], sizes: Sequence[int], loader: int = 0,
+        reader: LossReader | None = None, values: Values | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Run a step on the chunks of a batch."""
-        arguments = [((chunk, *rest), {}) for chunk in chunks]
-        return self.runner.run(name, arguments, sizes, reader, self.reader.values, loader)
+        """Call a method on every replica that has samples.
+
+        Args:
+            arguments: positional and keyword arguments per replica; tensors are moved to its device.
+            loader: index of the one that the batch is from.
+            reader: reads what each replica's loss divides by; None if the method returns none.
+            values: how what it logs follows from parts; None as for steps.
+
+        Returns:
+            The results of the replicas that were called, in order, each on its own device.
+        """
+        replicas = self._replicas
+        assert replicas is not None, "the run has not begun"
+        if replicas.refresh():
+            self.logs.close()
+            self._attach(replicas)
+        used = [i for i, size in enumerate(sizes) if size > 0]
+        pieces = [self._piece(replicas, i, method, arguments[i], sizes, reader) for i in used]
+        if self._measurement is not None:
+            measurement, self._measurement = self._measurement, None
+            measurement.sizes = sizes
+            calls = [partial(measurement.timed, i, piece) for i, piece in zip(used, pieces, strict=True)]
+            pieces = [replace(piece, call=call) for piece, call in zip(pieces, calls, strict=True)]
+        own = [sizes[i] for i in used]
+        is_evaluated, of_replicas = method in ("validation_step", "test_step"), self.structures.lists.of_replicas
+        lists = of_replicas(self.logs.modules, used, own) if is_evaluated else nullcontext()
+        recording = self.logs.recording(values or self.reader.values, method, sizes, loader)
+        meeting = Meeting(pieces, own)
+        with recording, lists, meeting, replaced(Copies, "reaches_root", False):
+            outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
+        self.has_met = meeting.has_met
+        self._meets.setdefault(method, meeting.has_met)
+        replicas.after_step(used)
+        return outputs
+
+    def _attach(self, replicas: Replicas) -> None:
+        """Record what new replicas log."""
+        if is_compiled(replicas.root):
+            allow_recompiling(len(set(self.devices)))
+        lists = self.structures.lists
+        self._logs = LogRecorder(replicas.root, replicas.modules(), self.devices, self.strategy, lists)
+
+    def _piece(
+        self, replicas: Replicas, i: int, method: str, arguments: Any, sizes: Sequence[int], reader: LossReader | None
+    ) -> Piece:
+        device = self.devices[i]
+        if device != self.devices[0] or is_accelerator(device):  # a batch may be on the host
+            arguments = from_host(arguments, device)
+        is_replaced = i == 0 and method == "forward"
+        call = self._own_forward if is_replaced else getattr(replicas[i], method)
+        call = call if reader is None else reader.reading(call, sizes[i])
+        name = f"chunk {i + 1} of {len(sizes)}, {sizes[i]} of {sum(sizes)} samples,"
+        return Piece(device, name, partial(self.logs.run, i, partial(call, *arguments[0], **arguments[1])))
+
+
+def allow_recompiling(num_devices: int) -> None:
+    """Raise torch's limit of compilations, since a function is compiled for each device."""
+    from torch._dynamo import config  # takes a second to import, and is there if a module is compiled
+
+    config.recompile_limit = max(config.recompile_limit, _COMPILATIONS * num_devices)

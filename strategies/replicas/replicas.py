@@ -14,20 +14,17 @@ alone, which gives them the gradients of all replicas. A step that leaves other 
 whole batches (`batch/exact/trial.py`).
 """
 
-import itertools
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from ..core.devices import broadcast_coalesced
 from ..core.module_checks import recompute_weights
 from ..core.patching import HOOKS
 from ._module_copy import ModuleCopy, plain_modules
-from ._parameter_copies import Gate, follow
+from ._parameter_copies import follow, write
 
 
 class Replicas:
@@ -37,24 +34,14 @@ class Replicas:
         root: the module, on `devices[0]`.
         devices: one per replica; they may repeat and mix.
         one_by_one: see `_parameter_copies.py`.
-
-    Attributes:
-        gate: likewise.
-        num_copied_parameters: parameters copied since the replicas were made, each counted once per device.
     """
 
     def __init__(self, root: nn.Module, devices: Sequence[torch.device], one_by_one: bool = False) -> None:
-        self.root, self.devices = root, list(devices)
-        self.gate, self._one_by_one = Gate(), one_by_one
-        self.num_copied_parameters = 0
+        self.root, self.devices, self._one_by_one = root, list(devices), one_by_one
         self._make()
 
     def __getitem__(self, i: int) -> Any:
         return self.root if i == 0 else self._copies[i - 1].module
-
-    def parameters(self) -> list[list[Tensor]]:
-        """The parameters of every replica, each list in the order of the root's; tied parameters appear once."""
-        return [self._parameters, *self._parameter_copies]
 
     def modules(self) -> list[list[nn.Module]]:
         """The modules of every replica, in the same order, without torchmetrics' metrics and their submodules."""
@@ -62,7 +49,7 @@ class Replicas:
 
     def mark_changed(self) -> None:
         """Make the next refresh copy parameters and buffers, whatever is known of writes to them."""
-        self._is_changed = True  # a write through `.data` raises no version
+        self._versions = []  # a write through `.data` raises no version
 
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh.
@@ -70,19 +57,23 @@ class Replicas:
         Returns:
             Whether the copies were rebuilt because modules, parameters or hooks were added or replaced.
         """
-        if self._has_new_structure() or self._has_new_hooks():
+        if self._structure != self._read_structure():
             self._make()
             return True
-        if self._is_changed or self._read_versions() != self._versions:
-            _broadcast(self._parameters, self._parameter_copies)
-            self.num_copied_parameters += len(self._parameters) * len(self._copies)
-            if self._slots:
-                self._refresh_buffers()
-            self._note_tensors()
-        frozen, _ = flags = self._read_flags()
+        if self._versions != (now := self._read_versions()):
+            write(self._parameters, self._parameter_copies)
+            self._refresh_buffers()
+            self._versions = now
+        flags, frozen = self._read_flags(), [not parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
-        self._refresh_attributes()
+        for i, (module, known) in enumerate(zip(self._modules, self._known, strict=True)):
+            now = module.__dict__
+            if len(now) != len(known) or not all(map(is_, now.values(), known.values())) or [*now] != [*known]:
+                changed = [key for key in known.keys() | now.keys() if now.get(key) is not known.get(key)]
+                for copy in self._copies:
+                    copy.update(module, changed)
+                self._known[i] = now.copy()
         return False
 
     def after_step(self, used: Sequence[int]) -> None:
@@ -90,48 +81,41 @@ class Replicas:
         if used[0] == 0:
             return
         if self.root.training:
-            _broadcast(self._buffers(used[0]), [self._buffers(0)])
+            write(self._buffers(used[0]), [self._buffers(0)])
         recompute_weights(self.root)
 
     def _make(self) -> None:
-        self._copies = [ModuleCopy(self.root, self.devices[0], device, self.gate) for device in self.devices[1:]]
+        self._copies = [ModuleCopy(self.root, self.devices[0], device) for device in self.devices[1:]]
         self._modules = plain_modules(self.root)
+        self._hooks = [module.__dict__[key] for module in self._modules for key in HOOKS]
         self._registries = [one for module in self._modules for one in (module._modules, module._parameters)]
-        self._registered = self._read_registered()
+        self._structure = self._read_structure()
         found = {id(one): one for module in self._modules for one in module._parameters.values() if one is not None}
         self._parameters: list[Any] = list(found.values())
         self._parameter_copies = [[copy.counterpart(p) for p in self._parameters] for copy in self._copies]
         self._follow()
         buffers = [(module, name, one) for module in self._modules for name, one in module._buffers.items()]
         self._slots = [(module, name) for module, name, one in buffers if one is not None]
-        self._note_tensors()
+        self._versions = self._read_versions()
         self._known = [module.__dict__.copy() for module in self._modules]
-        self._hooks = [module.__dict__[key] for module in self._modules for key in HOOKS]
-        self._hook_numbers, self._num_hooks = [*map(tuple, self._hooks)], [*map(len, self._hooks)]
-        self._next_hook = RemovableHandle.next_id
 
-    def _read_registered(self) -> list[Any]:
-        return [one for registry in self._registries for one in registry.values()]
+    def _read_structure(self) -> Any:
+        """The numbers of hooks, and the modules and parameters, all of which are kept alive."""
+        return [*map(tuple, self._hooks)], [id(one) for registry in self._registries for one in registry.values()]
 
-    def _has_new_structure(self) -> bool:
-        now, known = self._read_registered(), self._registered
-        return len(now) != len(known) or not all(map(is_, now, known))
+    def _read_versions(self) -> list[Any]:
+        """Numbers that grow with every write to a tensor; always new for inference tensors, which have no version."""
+        buffers = self._buffers(0)
+        versions = [float("nan") if one.is_inference() else one._version for one in (*self._parameters, *buffers)]
+        return [*versions, *map(id, buffers)]
 
-    def _read_versions(self) -> tuple[list[int], list[tuple[int, int]]]:
-        buffers = [(id(buffer), _version(buffer)) for buffer in self._buffers(0)]
-        return [_version(parameter) for parameter in self._parameters], buffers
-
-    def _note_tensors(self) -> None:
-        self._versions, self._is_changed = self._read_versions(), False
-
-    def _read_flags(self) -> tuple[list[bool], list[bool]]:
-        """Of each parameter, whether it is frozen, and whether its gradient has hooks."""
-        frozen = [not parameter.requires_grad for parameter in self._parameters]
-        return frozen, [bool(parameter._backward_hooks) for parameter in self._parameters]
+    def _read_flags(self) -> list[tuple[bool, bool]]:
+        """Of each parameter, whether it is trained, and whether its gradient has hooks."""
+        return [(parameter.requires_grad, bool(parameter._backward_hooks)) for parameter in self._parameters]
 
     def _follow(self) -> None:
         self._flags = self._read_flags()
-        follow(self._parameters, self._parameter_copies, self.gate, self._one_by_one)
+        follow(self._parameters, self._parameter_copies, self._one_by_one)
 
     def _buffers(self, i: int) -> list[Tensor]:
         """The buffers of replica i."""
@@ -141,40 +125,8 @@ class Replicas:
     def _refresh_buffers(self) -> None:
         buffers = self._buffers(0)
         with torch.inference_mode(False):  # new tensors, because a graph may still need the old values
-            copies = [
-                [torch.empty_like(new, device=old.device) for new, old in zip(buffers, self._buffers(i), strict=True)]
-                for i in range(1, len(self.devices))
-            ]
-        _broadcast(buffers, copies)
+            copies = [[torch.empty_like(one, device=copy.device) for one in buffers] for copy in self._copies]
+        write(buffers, copies)
         for copy, own in zip(self._copies, copies, strict=True):
             for (module, name), buffer in zip(self._slots, own, strict=True):
                 copy.counterpart(module)._buffers[name] = buffer
-
-    def _refresh_attributes(self) -> None:
-        for i, (module, known) in enumerate(zip(self._modules, self._known, strict=True)):
-            now = module.__dict__
-            if len(now) == len(known) and all(map(is_, now.values(), known.values())) and [*now] == [*known]:
-                continue
-            for copy in self._copies:
-                copy.update(module, [key for key in known.keys() | now.keys() if now.get(key) is not known.get(key)])
-            self._known[i] = now.copy()
-
-    def _has_new_hooks(self) -> bool:
-        if RemovableHandle.next_id == self._next_hook and self._num_hooks == [*map(len, self._hooks)]:
-            return False
-        self._next_hook, self._num_hooks = RemovableHandle.next_id, [*map(len, self._hooks)]
-        return self._hook_numbers != [*map(tuple, self._hooks)]
-
-
-def _broadcast(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors to the replicas."""
-    with torch.inference_mode(False), torch.no_grad():
-        broadcast_coalesced(sources, targets)
-
-
-def _version(tensor: Tensor) -> int:
-    """A number that grows with every write to a tensor; always new for inference tensors, which have no version."""
-    return next(_UNVERSIONED) if tensor.is_inference() else tensor._version
-
-
-_UNVERSIONED = itertools.count(-1, -1)

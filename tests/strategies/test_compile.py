@@ -13,7 +13,7 @@ from parity import PLANS, Case, Net, assert_equal, baseline, fit, make_module, r
 from torch import Tensor
 
 from evener.strategies import DataParallelStrategy
-from evener.strategies.replicas.runner import allow_recompiling
+from evener.strategies.replicas.layout import allow_recompiling
 
 pytestmark = [
     # the compiler looks at it, and hides the warning, which does not help where warnings are errors
