@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError
 from ..core.module_checks import hooked
-from ..core.module_log import LOG_OPTIONS, module_log, received
-from ..core.no_value import NoValue, known
+from ..core.module_log import LOG_OPTIONS, NoValue, known, module_log, received
 from .evaluation_lists import BatchLists, EvaluationLists
 from .exact.programs import RETURNED, Program
 from .exact.tape import Tape

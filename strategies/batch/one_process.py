@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.loop_contract import StepContract, evaluation_step, run_backward
+from ..core.loop_contract import StepContract, evaluation_step, load_states, run_backward, state_to_parameters
 from ..core.module_log import restore_logs
-from ..core.optimizer_states import load_states, state_to_parameters
 from ..core.rng import seed_rank
 from ..core.types import Batch, Device
 from .evaluation_lists import EvaluationLists

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError
-from ..core.module_state import LIGHTNING_KEYS, MOST_ELEMENTS
+from ..core.patching import LIGHTNING_KEYS, MOST_ELEMENTS
 from .results import Joiner, are_equal, combine, is_array, is_loss, is_whole
 from .structure import Path, called, children, rebuild, walk
 

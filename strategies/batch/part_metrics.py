@@ -20,7 +20,7 @@ from typing_extensions import override
 from ..core.devices import is_out_of_memory
 from ..core.errors import PartsDiffer
 from ..core.module_checks import is_metric, metrics_of
-from ..core.no_value import no_value
+from ..core.module_log import no_value
 from ..core.patching import Replacement, replaced
 from ..core.types import Sizes
 from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.devices import scalar
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.no_value import NoValue, known, no_value
+from ..core.module_log import NoValue, known, no_value
 from ..core.types import Batch, Sizes
 from .structure import (
     BatchStructure,

@@ -21,8 +21,7 @@ from torchmetrics import MetricCollection
 
 from ..batch.exact.loss_reader import Part
 from ..core.module_checks import is_metric
-from ..core.module_state import LIGHTNING_KEYS
-from ..core.patching import hooks_of
+from ..core.patching import LIGHTNING_KEYS, hooks_of
 from .stages import Stages
 
 _LIGHTNING = LIGHTNING_KEYS - {"training"}

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import ConfigError
-from ..core.module_state import refill
+from ..core.patching import refill
 from ..core.rng import generator_state, random_state, swapped_generator, swapped_random_state
 
 _RANDOM = threading.RLock()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.devices import precise_dtype, seconds_between, time_mark
 from ..core.errors import ConfigError
-from ..core.optimizer_states import state_to_parameters
+from ..core.loop_contract import state_to_parameters
 from ._plan import StagePlan, balanced_plan
 from .stages import Stages
 

@@ -24,8 +24,8 @@ from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator
 from ..core.errors import ConfigError
 from ..core.executor import ThreadState
+from ..core.loop_contract import unwrapped
 from ..core.module_checks import hooked, resting_device, verify_takes_batches
-from ..core.optimizer_states import unwrapped
 from ..core.side_streams import work_so_far
 from ..core.types import Batch, Chunk
 from ._gradients import EarlyGradients

@@ -26,8 +26,7 @@ from ..batch.whole.over_batch import among
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
-from ..core.module_state import Kept, copied, kept_metrics
-from ..core.patching import replaced
+from ..core.patching import Kept, copied, kept_metrics, replaced
 from ..core.types import Batch
 from ..data.shares import RankShares
 from ..distributed.metrics.part_numbers import Part

@@ -26,10 +26,9 @@ from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchDims, verify_batch_dims
 from ..batch.whole.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..core.errors import ConfigError
-from ..core.loop_contract import evaluation_step, run_backward
+from ..core.loop_contract import evaluation_step, load_states, run_backward, state_to_parameters, unwrapped
 from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
-from ..core.optimizer_states import load_states, state_to_parameters, unwrapped
 from ..core.options import Positive, checked
 from ..core.patching import replaced
 from ..core.rng import seed_rank

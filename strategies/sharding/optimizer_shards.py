@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..core.devices import buckets
 from ..core.errors import ConfigError
-from ..core.optimizer_states import before_update
+from ..core.loop_contract import before_update
 from .whole import broadcast_together
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ...strategies.core.optimizer_states import unwrapped
+from ...strategies.core.loop_contract import unwrapped
 from ...strategies.core.options import Count, checked
 from ...strategies.sharding.whole import gather_tree, own_part, total_norm
 

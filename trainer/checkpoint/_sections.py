@@ -28,8 +28,7 @@ from torch.optim import LBFGS
 
 from ...strategies.core import rng
 from ...strategies.core.module_checks import callbacks_of
-from ...strategies.core.module_state import Kept
-from ...strategies.core.patching import replaced
+from ...strategies.core.patching import Kept, replaced
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from ...strategies.core import rng
 from ...strategies.core.module_checks import callbacks_of, is_users, metrics_of
-from ...strategies.core.module_state import metric_state
-from ...strategies.core.patching import replaced
+from ...strategies.core.patching import metric_state, replaced
 from ...strategies.core.types import Batch
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ..checkpoint import Resumable, make_resumable

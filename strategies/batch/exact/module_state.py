@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ...core.module_checks import is_metric, is_plain, own_parts
-from ...core.module_state import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, refill
-from ...core.patching import hooks_of
+from ...core.patching import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, hooks_of, refill
 from ..results import is_loss
 from ..structure import walk
 

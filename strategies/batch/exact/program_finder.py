@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from ...core.no_value import NoValue
+from ...core.module_log import NoValue
 from .programs import NUMBER, RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
 from .tape import Entry, Tape, number_of
 from .verdict import OF_SAMPLES, Plan

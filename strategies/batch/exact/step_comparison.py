@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
 from ...core.module_checks import hooked, not_compiling
-from ...core.no_value import NoValue
+from ...core.module_log import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists

@@ -23,8 +23,7 @@ from ...core.errors import PartsDiffer
 from ...core.executor import Piece
 from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
-from ...core.module_state import kept_metrics
-from ...core.patching import Replacement, hooks_of, replaced
+from ...core.patching import Replacement, hooks_of, kept_metrics, replaced
 from ...core.types import Batch
 from ..part_lists import Appended, PartLists
 from ..part_metrics import PartMetrics

@@ -23,7 +23,7 @@ from torchmetrics.wrappers import Running
 
 from ...core.errors import ConfigError
 from ...core.module_checks import metrics_of
-from ...core.no_value import NoValue, part_value
+from ...core.module_log import NoValue, part_value
 from ...core.patching import replaced
 from ..objects import gather_objects
 from ..store import RankError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
-from evener.strategies.core.optimizer_states import state_to_parameters
+from evener.strategies.core.loop_contract import state_to_parameters
 from evener.strategies.pipeline._plan import auto_plan, balanced_cut, named_plan
 from evener.strategies.pipeline.module_parts import find_parts
 from evener.strategies.pipeline.options import StageOptions
