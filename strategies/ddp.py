@@ -9,7 +9,7 @@ from .core.options import Count, checked
 from .data.loaders import BatchSizeIs
 from .distributed.options import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
-from .ranks.gradient_sync import GradientSync, WholeBatch
+from .ranks.gradient_sync import GradientSync
 from .ranks.strategy import RankStrategy
 
 
@@ -33,9 +33,10 @@ class DDPStrategy(RankStrategy):
         verify: find out, before the first step, whether the module trains otherwise in parts of a batch than on the
             whole one, for which at most eight samples of the dataset are tried. False trains it in parts nevertheless.
         compression: compression of gradients between ranks: `fp16`, `bf16`, `powersgd`, or None.
-        global_view: have each rank compute the whole global batch: any module trains as on one device, BatchNorm and
-            random numbers included, and no faster. `auto` does so for a module that trains otherwise in parts of a
-            batch; False refuses it. See docs/global_view.md.
+        global_view: have steps see the global batch, of which each rank computes some rows: any module trains as on one
+            device, BatchNorm and random numbers included, but more slowly. `auto` does so for a module that trains
+            otherwise in parts of a batch, where options allow it, else each rank computes all rows; False refuses it.
+            See docs/global_view.md.
         **options: options of `RankStrategy` (`timeout_s`, `start_method`, ...) and of
             `torch.nn.parallel.DistributedDataParallel`: `find_unused_parameters`, `static_graph`,
             `gradient_as_bucket_view`, `bucket_cap_mb`, ...
@@ -72,6 +73,11 @@ class DDPStrategy(RankStrategy):
         self.shard_optimizer = shard_optimizer
         self.sync = GradientSync(self, compression_hook(compression))
         self.whole_batches.allow(
-            global_view, lambda: WholeBatch(self), devices_per_process=devices_per_process > 1,
-            compression=compression is not None,
+            global_view, self._whole_batches, devices_per_process=devices_per_process > 1,
+            shard_optimizer=shard_optimizer, compression=compression is not None,
         )  # fmt: skip
+
+    def _whole_batches(self, by_rows: bool) -> GradientSync:
+        from .ranks.global_view.view import WholeBatch  # most runs need none
+
+        return WholeBatch(self, by_rows)

@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -13,7 +12,8 @@ from .balance.ranks import RankBalance
 from .batch.layout import GlobalView
 from .core.errors import ConfigError
 from .core.options import Advice, Count, checked, hints_of
-from .ranks.shard_sync import ShardSync, WholeBatchOfShards
+from .ranks.gradient_sync import GradientSync
+from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.placed import ShardIO, Writers, place_shards
 from .sharding.sharded_module import Shard, ShardOptions
@@ -82,9 +82,13 @@ class FSDPStrategy(RankStrategy):
         self.shards = ShardOptions(shard, reshard_after_forward, cpu_offload, replicas)
         self.find_unused_parameters = find_unused_parameters
         self.sync = ShardSync(self, self.shards, find_unused_parameters)
-        whole = partial(WholeBatchOfShards, self, self.shards, find_unused_parameters)
-        self.whole_batches.allow(global_view, whole, weights=weights is not None)
+        self.whole_batches.allow(global_view, self._whole_batches, weights=weights is not None)
         self.balance = RankBalance(self.strategy_name, weights)
+
+    def _whole_batches(self, by_rows: bool) -> GradientSync:
+        from .ranks.global_view.view import WholeBatchOfShards  # most runs need none
+
+        return WholeBatchOfShards(self, by_rows, self.shards, self.find_unused_parameters)
 
     @override
     @contextmanager

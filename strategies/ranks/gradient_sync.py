@@ -6,7 +6,7 @@ by each rank separately, and the wrapper would wait for one frozen later.
 gradient sync   every rank holds              where
 GradientSync    the whole module              here
 ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
-WholeBatch      the whole module and batch    here
+WholeBatch      the whole module and batch    strategies/ranks/global_view
 """
 
 from collections.abc import Callable, Sequence
@@ -14,28 +14,20 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from ..batch.whole.meeting import Alone, SimulatedRanks, simulating
-from ..core.devices import is_accelerator
+from ..batch.whole.meeting import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.patching import replaced
-from ..core.rng import random_state, set_random_state
-from ..distributed.objects import broadcast_object
 from ..distributed.options import name_unused_parameters
 from ..distributed.same_weights import verify_same_layout
-from ..sharding.whole import broadcast_together
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
 
-_BUCKET_BYTES = 25 * 2**20
-"""Of gradients that are sent together."""
 _IS_TRAINED = attrgetter("requires_grad")
 
 
@@ -50,9 +42,11 @@ class GradientSync:
         changes_evaluation: whether there is something to do around a step of evaluation.
         changes_update: whether there is something to do around an optimizer's step.
         seen_ranks: the ranks that a run sees, where they are not those that train together.
+        computes_whole: how ranks compute whole batches, for the log.
     """
 
     evaluates_together = changes_evaluation = changes_update = False
+    computes_whole = "each rank computes its part of a batch at once"
     seen_ranks: SimulatedRanks | None = None
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
@@ -207,6 +201,10 @@ class GradientSync:
         if wrapper is not None and wrapper.will_sync_module_buffers():
             wrapper._sync_buffers()
 
+    def whole_tree(self, tree: Any) -> Any:
+        """Gather what a structure holds of tensors of which each rank has some rows; every rank calls it."""
+        return tree
+
     whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     def fail(self, exception: BaseException) -> None:
@@ -218,40 +216,6 @@ class GradientSync:
         """End the run inside the block."""
         self._trained = None
         return nullcontext()
-
-
-class WholeBatch(GradientSync):
-    """Computes the whole batch on every rank, which is the only one of its run and needs no average."""
-
-    changes_evaluation = True
-    seen_ranks = Alone()
-
-    @override
-    def begin_streams(self) -> None:
-        if dist.is_initialized():  # all draw the same random numbers
-            set_random_state(broadcast_object(random_state(), 0))
-
-    @override
-    def wrap(self, wrap: Callable[[], None]) -> None:
-        verify_same_layout(self._strategy.module, self._strategy.strategy_name)
-
-    @override
-    def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with simulating(Alone()):
-            return super().train(step, *args, **kwargs)
-
-    @override
-    def evaluate(self, step: Callable[[], Any]) -> Any:
-        with simulating(Alone()):
-            return super().evaluate(step)
-
-    @override
-    def finish_backward(self) -> None:
-        super().finish_backward()
-        gradients = [p.grad for p in self._strategy.module.parameters() if p.grad is not None]
-        if is_accelerator(self._strategy.root_device) and gradients and self._strategy.num_together > 1:
-            # kernels of accelerators may add in another order each time, also where all ranks compute the same
-            broadcast_together(gradients, _BUCKET_BYTES)
 
 
 def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ from ..sharding.refusals import LateParameters, verify_plain
 from ..sharding.shard_calls import ShardCalls
 from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
 from ..sharding.whole import apply_anew, broadcast_together, gather_tree, shard_like
-from .gradient_sync import GradientSync, WholeBatch
+from .gradient_sync import GradientSync
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -277,14 +277,6 @@ class ShardSync(GradientSync):
             yield
         if strategy.launcher is not None and not strategy.group.failed:  # a script goes on with the module
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
-
-
-class WholeBatchOfShards(WholeBatch, ShardSync):
-    """The same where each rank holds shards. An average of equal gradients is each of them."""
-
-    @override
-    def finish_backward(self) -> None:
-        ShardSync.finish_backward(self)
 
 
 def part_names(module: nn.Module, shard: Shard, uneven: Collection[str] = ()) -> list[str]:

@@ -525,7 +525,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.controller is not None:
             self.controller.save(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(self.sync.whole_tree(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

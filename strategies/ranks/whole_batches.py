@@ -38,10 +38,6 @@ from .gradient_sync import GradientSync
 if TYPE_CHECKING:
     from .strategy import RankStrategy
 
-_EACH_ALL = (
-    "each rank computes all of the global batch (strategy.global_view), which is exact but no faster than one rank"
-)
-
 
 class WholeBatches:
     """Which steps of a run get whole batches, and what has yet to be compared.
@@ -79,23 +75,30 @@ class WholeBatches:
         self._has_changed: Callable[[], bool] | None = None
         """Whether the step computes otherwise than when it was compared: on rank 0, or where all compute together."""
 
-    def allow(self, view: GlobalView, make: Callable[[], GradientSync], **others: bool) -> None:
-        """Have steps see whole batches, or allow it; `others` are options without effect then, if they were given."""
+    def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], **others: bool) -> None:
+        """Have steps see whole batches, or allow it where a module needs it.
+
+        Args:
+            view: what was asked for.
+            make: makes what computes them, each rank some rows of them or all.
+            **others: options with which ranks compute all rows, and whether they were given.
+        """
         strategy = self._strategy
         strategy.global_view = view
-        others |= {"sync_batchnorm": strategy.syncs_batchnorm}
-        if strategy.strategy_name not in ("ddp", "fsdp"):
+        others |= {"recompute": strategy.recompute.is_on, "sync_batchnorm": strategy.syncs_batchnorm}
+        if view is True and strategy.strategy_name not in ("ddp", "fsdp"):
             others = {"global_view": True}
         self.of_chunks = WholeSteps(strategy.strategy_name, "on the first device of each rank", view is not False)
-        if view is not True:
-            self.make_sync = make if view == "auto" else None
-            return
-        if given := [name for name, is_given in others.items() if is_given]:
+        given = [name for name, is_given in others.items() if is_given]
+        if view is True and given:
             raise ConfigError(
                 f"{strategy.strategy_name}: global_view=true computes the whole batch as strategy=ddp or strategy=fsdp "
                 f"with one device per process does. Leave out {', '.join(given)}."
             )
-        strategy.take_whole(make())
+        if view is True:
+            strategy.take_whole(make(True))
+        elif view == "auto":
+            self.make_sync = partial(make, not given)
 
     def begin_run(self, plans: list[Plan] | None) -> None:
         """Begin a run; `plans` say what its losses divide by, if that is known."""
@@ -151,7 +154,7 @@ class WholeBatches:
             strategy.take_whole(make_sync())
             if why.unused:
                 strategy.sync.expect_unused()
-            tell_whole(strategy.strategy_name, why, _EACH_ALL)
+            tell_whole(strategy.strategy_name, why, strategy.sync.computes_whole)
         strategy.begin_loaders()
         strategy.sync.begin_streams()
         strategy.contract.begin_run(trainer, None if why.in_chunks else why.plans)

@@ -151,11 +151,11 @@ def expected(*forms: str) -> dict[str, dict[str, Tensor]]:
     ("strategy", "ranks", "size_is", "batch"),
     [
         (DDPStrategy, 3, "global", 8),
-        (partial(DDPStrategy, shard_optimizer=True, recompute=["net.4"]), 2, "per_device", 4),
+        (DDPStrategy, 2, "per_device", 4),
         (FSDPStrategy, 2, "global", 8),
     ],
 )
-def test_every_form_trains_as_one_device_does(strategy: Any, ranks: int, size_is: str, batch: int) -> None:
+def test_every_form_trains_as_one_device_does(strategy: type, ranks: int, size_is: str, batch: int) -> None:
     for found in run_ranks(_train_all, ranks, strategy, size_is, batch):
         torch.testing.assert_close(found, expected(*LOSSES), rtol=EXACT, atol=EXACT)
 
@@ -164,29 +164,30 @@ def _ddp(strategy: Any = DDPStrategy, **options: Any) -> Any:
     return partial(strategy, **{"batch_size_is": "global", "timeout_s": 60, **options})
 
 
+ROWS = "steps see the global batch (strategy.global_view), which is exact but slower"
 ALL = "each rank computes all of the global batch (strategy.global_view), which is exact but no faster than one rank"
 ON_RANKS = {
-    "ddp": (_ddp(), 2, 8),
-    "balanced_ddp": (_ddp(BalancedDDPStrategy, weights=[1, 2]), 2, 8),
-    "fsdp": (_ddp(FSDPStrategy, batch_size_is="per_device"), 2, 4),
-    "fsdp, recomputing": (_ddp(FSDPStrategy, recompute=["net.4"]), 2, 8),
-    "replicas": (_ddp(devices_per_process=2), 4, 8),
-    "shards": (_ddp(shard_optimizer=True), 2, 8),
-    "compressed": (_ddp(compression="fp16", batch_size_is="per_device"), 2, 4),
-    "synchronized": (_ddp(sync_batchnorm=True), 2, 8),
-    "stages": (_ddp(DDPModelParallelStrategy, num_microbatches=2), 4, 8),
+    "ddp": (_ddp(), 2, 8, ROWS),
+    "balanced_ddp": (_ddp(BalancedDDPStrategy, weights=[1, 2]), 2, 8, ROWS),
+    "fsdp": (_ddp(FSDPStrategy, batch_size_is="per_device"), 2, 4, ROWS),
+    "fsdp, recomputing": (_ddp(FSDPStrategy, recompute=["net.4"]), 2, 8, ALL),
+    "replicas": (_ddp(devices_per_process=2), 4, 8, ALL),
+    "shards": (_ddp(shard_optimizer=True), 2, 8, ALL),
+    "compressed": (_ddp(compression="fp16", batch_size_is="per_device"), 2, 4, ALL),
+    "synchronized": (_ddp(sync_batchnorm=True), 2, 8, ALL),
+    "stages": (_ddp(DDPModelParallelStrategy, num_microbatches=2), 4, 8, ALL),
 }
-"""Strategies of two ranks, their devices, and the loader's batch."""
+"""Strategies of two ranks, their devices, the loader's batch, and how whole batches are computed."""
 
 
 def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_of_config() -> None:
     first, other = run_ranks(_train, 2, ON_RANKS)
-    for name, (trained, [line]), (by_other, nothing) in zip(ON_RANKS, first, other, strict=True):
+    for (name, (*_, how)), (trained, [line]), (by_other, nothing) in zip(ON_RANKS.items(), first, other, strict=True):
         for found in (trained, by_other):
             torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
         assert nothing == []
         assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line), name
-        assert line.endswith(f". So {ALL}; evener.over_batch(fn) is faster."), name
+        assert line.endswith(f". So {how}; evener.over_batch(fn) is faster."), name
 
 
 FIRST = "on the first device alone"
@@ -218,7 +219,8 @@ def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_li
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((DDPStrategy, {"compression": "fp16"}), (DDPStrategy, {"sync_batchnorm": True})),
+        *((DDPStrategy, {"shard_optimizer": True}), (DDPStrategy, {"compression": "fp16"})),
+        *((DDPStrategy, {"recompute": "always"}), (DDPStrategy, {"sync_batchnorm": True})),
         (DDPStrategy, {"devices_per_process": 2}),
         # those of stages told to leave out `devices_per_process`, which nobody had given
         *((one, {}) for one in (BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy)),
@@ -228,6 +230,13 @@ def test_what_it_has_no_use_for_is_refused_by_name(kind: type[DDPStrategy], opti
     out = next(iter(options), "global_view")
     with pytest.raises(ConfigError, match=rf"^{kind.strategy_name}: global_view=true .*\. Leave out {out}\.$"):
         kind(global_view=True, **options)
+
+
+def test_the_log_tells_what_was_computed_on_all_rows() -> None:
+    ways = {"ddp": (_ddp(global_view=True), 2, 8)}
+    [(_, first)], [(_, other)] = run_ranks(_train, 2, ways, "masked", "global view:")
+    assert not other
+    assert re.fullmatch(r"global view: computed on all rows, on every rank: .*\bindex \(\d+×\).*", first[-1])
 
 
 def _refused() -> None:
