@@ -11,10 +11,9 @@ So hooks of parameters, accumulation and DDP see one backward pass, of whole gra
 DDP reduces those of a stage while the last micro-batch is on the stages before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,14 +27,10 @@ from ..core.executor import autocast_types
 from ..core.patching import without_hooks
 from ..core.side_streams import cross
 
-_FUSED = (torch.float32, torch.float64)
-"""Types for which one operation scales all gradients of a device: the factor is as exact as they are."""
-
 _ALMOST_ZERO = 1e-20
 """Stands in for a weight of zero, which it equals among others; if all are zero, micro-batches have equal shares."""
 
 
-@dataclass(eq=False)
 class EarlyGradients:
     """The gradients of one step.
 
@@ -47,15 +42,17 @@ class EarlyGradients:
         unread: ids of the parameters whose gradients of the last step nobody reads any more.
     """
 
-    parameters: Sequence[nn.Parameter]
-    sizes: Sequence[int]
-    strategy: str
-    loss_scale: Tensor | None
-    unread: AbstractSet[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.parameters = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self._weights: list[Tensor | float] = [0.0] * len(self.sizes)
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        sizes: Sequence[int],
+        strategy: str,
+        loss_scale: Tensor | None,
+        unread: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._sizes, self._strategy, self._loss_scale, self._unread = sizes, strategy, loss_scale, unread
+        self._weights: list[Tensor | float] = [0.0] * len(sizes)
         self._losses: dict[int, Tensor] = {}
         """Of the micro-batches that have not been backward, by number."""
         self._before: list[Tensor | None] | None = None
@@ -66,9 +63,13 @@ class EarlyGradients:
         """Keep the loss that a micro-batch has returned until it goes backward; returns its output, detached."""
         if output is None:
             return None
-        found = chunk_losses([output], [self.sizes[microbatch]], self.strategy)
-        loss = found.losses[0]
-        self._weights[microbatch] = not_zero(found.weights[0])
+        found = chunk_losses([output], [self._sizes[microbatch]], self._strategy)
+        loss, weight = found.losses[0], found.weights[0]
+        if isinstance(weight, Tensor):
+            weight = weight.detach().to(precise_dtype(weight.device))
+            self._weights[microbatch] = torch.where(weight == 0, _ALMOST_ZERO, weight)
+        else:
+            self._weights[microbatch] = float(weight) or _ALMOST_ZERO
         if loss.requires_grad:
             self._losses[microbatch] = loss
         return {**output, "loss": loss.detach()} if isinstance(output, dict) else output.detach()
@@ -84,21 +85,21 @@ class EarlyGradients:
         if loss is None:
             return
         if self._before is None:  # not earlier: what runs until now may read the gradients of the last step
-            self._before = [None if id(p) in self.unread else p.grad for p in self.parameters]
-            self._restoring.enter_context(without_hooks(self.parameters))
-            for parameter in self.parameters:
+            self._before = [None if id(p) in self._unread else p.grad for p in self._parameters]
+            self._restoring.enter_context(without_hooks(self._parameters))
+            for parameter in self._parameters:
                 parameter.grad = None
-        factor: Any = self._weights[microbatch] / sum(self.sizes)
-        if self.loss_scale is not None:
-            factor = self.loss_scale.to(loss.device) * _on(factor, loss.device)
-        with _without_autocast():
+        factor: Any = self._weights[microbatch] / sum(self._sizes)
+        if self._loss_scale is not None:
+            factor = self._loss_scale.to(loss.device) * _on(factor, loss.device)
+        with ExitStack() as stack:  # operations in backward have their types already
+            for kind in filter(torch.is_autocast_enabled, autocast_types()):
+                stack.enter_context(torch.autocast(kind, enabled=False))
             loss.backward(_filled(factor, loss))
 
     def collect(self) -> None:
         """Take the sums, and put back the gradients of the last step."""
-        if self._before is None:
-            return
-        for parameter, before in zip(self.parameters, self._before, strict=True):
+        for parameter, before in zip(self._parameters, self._before or (), strict=False):
             if parameter.grad is not None:
                 self._sums.append((parameter, parameter.grad.detach()))
             parameter.grad = before
@@ -112,9 +113,9 @@ class EarlyGradients:
         if not kept and not sums:
             return loss
         total = sum(_on(weight, loss.device) for weight in self._weights)
-        factors = [sum(self.sizes) / total, *(_on(self._weights[i], loss.device) / total for i in kept)]
-        if self.loss_scale is not None:
-            factors[0] = factors[0] / self.loss_scale.to(loss.device)
+        factors = [sum(self._sizes) / total, *(_on(self._weights[i], loss.device) / total for i in kept)]
+        if self._loss_scale is not None:
+            factors[0] = factors[0] / self._loss_scale.to(loss.device)
         return _OfTheBatch.apply(loss.detach(), factors, sums, *kept.values(), *parameters)
 
 
@@ -137,39 +138,13 @@ class _OfTheBatch(torch.autograd.Function):
             raise RuntimeError("The loss of micro-batches can go backward once only: their graphs are freed already.")
         grad = grad_outputs[0].to(torch.promote_types(grad_outputs[0].dtype, torch.float32))
         factor, *shares = (grad * factor for factor in ctx.factors)
-        _scale(sums, factor)
+        for device in {gradient.device for gradient in sums}:
+            (moved,), arrive = cross([factor], device)
+            arrive()  # while the device that the factor comes from goes on
+            torch._foreach_mul_(
+                [one for one in sums if one.device == device], moved
+            )  # in place; by kind where they differ
         return (None, None, None, *map(_filled, shares, ctx.losses), *sums)
-
-
-def _without_autocast() -> ExitStack:
-    """Leave the autocast of `training_step`: operations in backward have their types already."""
-    stack = ExitStack()
-    for kind in filter(torch.is_autocast_enabled, autocast_types()):
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack
-
-
-def _scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a factor of shape (); they may be on several devices, and sparse."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), group in groups.items():
-        (moved,), arrive = cross([factor], device)
-        arrive()  # while the device that the factor comes from goes on
-        if dtype in _FUSED and all(gradient.layout is torch.strided for gradient in group):
-            torch._foreach_mul_(group, moved.to(dtype))
-        else:
-            for gradient in group:
-                gradient.mul_(moved)
-
-
-def not_zero(weight: Tensor | float) -> Tensor | float:
-    """A weight by which others can be divided."""
-    if isinstance(weight, Tensor):
-        weight = weight.detach().to(precise_dtype(weight.device))
-        return torch.where(weight == 0, _ALMOST_ZERO, weight)
-    return float(weight) or _ALMOST_ZERO
 
 
 def _on(value: Tensor | float, device: torch.device) -> Any:

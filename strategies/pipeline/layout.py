@@ -21,17 +21,17 @@ from ..batch.policies import Even
 from ..batch.results import FOUND, losses_in
 from ..batch.run_structures import RunStructures
 from ..batch.whole.over_batch import end_of_step, ended
-from ..core.devices import is_accelerator
+from ..core.devices import is_accelerator, precise_dtype, seconds_between, time_mark
 from ..core.errors import ConfigError
 from ..core.executor import ThreadState
-from ..core.loop_contract import unwrapped
+from ..core.loop_contract import state_to_parameters, unwrapped
 from ..core.module_checks import hooked, resting_device, verify_takes_batches
 from ..core.side_streams import work_so_far
 from ..core.types import Batch, Chunk
 from ._gradients import EarlyGradients
-from ._microbatches import MicroBatches
-from ._time_balance import TimeBalance
+from .microbatches import MicroBatches
 from .options import StageOptions
+from .plan import Plan, balanced_plan
 from .stages import Stages
 
 
@@ -41,7 +41,6 @@ class StageLayout(PartsLayout):
 
     Args:
         devices: one per stage, the root device first; they may repeat and mix.
-        options: how the module is cut into stages, and a batch into micro-batches.
         strategy: name that begins messages.
         mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
     """
@@ -59,8 +58,8 @@ class StageLayout(PartsLayout):
         self._gets_whole = False
         self._scaler: Any = None
         self._balance: TimeBalance | None = None
-        self._has_moved = False
         self._clears: bool | None = None
+        """Whether all that happens to the gradients of the last step after `training_step` is that they are cleared."""
 
     @property
     @override
@@ -93,7 +92,10 @@ class StageLayout(PartsLayout):
             )
             self._gets_whole = True
             return
-        if self.options.balance == "time" and self.options.is_deterministic:
+        is_deterministic = self.options.deterministic
+        if is_deterministic is None:
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if self.options.balance == "time" and is_deterministic:
             raise ConfigError(
                 "deterministic=true and balance=time: a measured cut is not the same in every run. Set "
                 "strategy.balance=memory, or deterministic=false."
@@ -113,15 +115,14 @@ class StageLayout(PartsLayout):
         super().begin(trainer, structures)
         module = trainer.lightning_module
         self.stages.begin()
-        self._new_microbatches(module)
+        self._new_microbatches()
         scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         is_timed = self.options.balance == "time" and self.stages.num_stages > 1
         self._balance = TimeBalance(module, self.stages, self.mean_over_ranks) if is_timed else None
-        self._has_moved, self._clears = False, None
-        self._told.info(
-            f"{type(module).__name__} in {self.stages.num_stages} stages: {' | '.join(self.stages.lines())}"
-        )
+        self._clears = None
+        lines = self.stages.lines()
+        self._told.info(f"{type(module).__name__} in {len(lines)} stages: {' | '.join(lines)}")
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +131,7 @@ class StageLayout(PartsLayout):
             return self._step(name, *args, **kwargs)
 
     def _step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self._has_moved or name in self.whole.names:  # the batch was perhaps fetched before
+        if self.options.balance == "time" or name in self.whole.names:  # the batch was perhaps fetched before
             args = move_data_to_device(args, self.meeting_device)
         step = self._fed(name)
         if name != "training_step":
@@ -157,22 +158,19 @@ class StageLayout(PartsLayout):
 
     @override
     def finish_step(self) -> bool:
-        if self._balance is None:
-            return False
-        before = self.stages.meeting_device
-        moved = self._balance.finish_step()
+        moved = None if self._balance is None else self._balance.finish_step()
         if moved is None:
             return False
-        self._balance, self._has_moved = None, before != self.stages.meeting_device
-        self._new_microbatches(self.module)
+        self._balance = None
+        self._new_microbatches()
         rank_zero_info(moved)
         return True
 
-    def _new_microbatches(self, module: pl.LightningModule) -> None:
+    def _new_microbatches(self) -> None:
         """Run micro-batches on the stages as they are cut now."""
         if self._microbatches is not None:
             self._microbatches.close()
-        self._microbatches = MicroBatches(self.stages, module, self.strategy, self.structures.lists)
+        self._microbatches = MicroBatches(self.stages, self.module, self.strategy, self.structures.lists)
 
     @override
     def describe(self) -> str:
@@ -194,13 +192,19 @@ class StageLayout(PartsLayout):
     @override
     def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
         assert self._microbatches is not None
-        names = [
-            f"micro-batch {i + 1} of {len(sizes)}, {size} of {sum(sizes)} samples," for i, size in enumerate(sizes)
-        ]
-        step, gradients = self._fed("training_step", work_so_far(self.stages.meeting_device)), self._gradients(sizes)
+        module, num, whole = self.module, len(sizes), sum(sizes)
+        names = [f"micro-batch {i + 1} of {num}, {size} of {whole} samples," for i, size in enumerate(sizes)]
+        step = self._fed("training_step", work_so_far(self.stages.meeting_device))
         calls = [
             self.reader.reading(partial(step, chunk, *rest), size) for chunk, size in zip(chunks, sizes, strict=True)
         ]
+        optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
+        if self._clears is None:
+            self._clears = _clears_gradients(module)
+        unread = set(map(id, optimized)) if self._clears and module.trainer.accumulate_grad_batches == 1 else set[int]()
+        scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
+        parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
+        gradients = EarlyGradients(parameters, sizes, self.strategy, scale, unread)
         self.logs.follow_metrics()
         meet = self.reader.scale if self.reader.plan.needs_all else None
         with self.logs.recording(self.reader.values, "training_step", sizes):
@@ -210,23 +214,91 @@ class StageLayout(PartsLayout):
     def sizes(self, num: int) -> list[int]:
         return [size for size in super().sizes(num) if size]
 
-    def _gradients(self, sizes: Sequence[int]) -> EarlyGradients:
-        module = self.module
-        optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
-        parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
-        if self._clears is None:
-            self._clears = _clears_gradients(module)
-        clears = self._clears and module.trainer.accumulate_grad_batches == 1
-        unread = set(map(id, optimized)) if clears else set[int]()
-        scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
-        return EarlyGradients(list(parameters), sizes, self.strategy, scale, unread)
-
 
 def _clears_gradients(module: pl.LightningModule) -> bool:
-    """Whether all that happens to the gradients of the last step after `training_step` is that they are cleared."""
     trainer = module.trainer
     return (
         not hooked("on_before_zero_grad", trainer)
         and not is_overridden("optimizer_zero_grad", module)
         and all(type(unwrapped(o)).zero_grad is torch.optim.Optimizer.zero_grad for o in trainer.optimizers)
     )
+
+
+_FIRST, _LAST = 1, 4
+"""Optimizer steps after which measuring begins and ends: the first one prepares memory and kernels."""
+
+
+class TimeBalance:
+    """Measures the forward passes of a module's parts for some steps, and then moves the cut, once.
+
+    Processes that hold a copy each cut alike, by the means of what they have measured.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        stages: Stages,
+        mean_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._module, self._stages, self._mean_over_ranks = module, stages, mean_over_ranks
+        self._num_steps = 0
+        self._marks: dict[str, list[Any]] = {}
+        """By part, where each of its forward passes begins and ends."""
+
+    def finish_step(self) -> str | None:
+        """Learn that the optimizer has stepped; tells, once, when all has moved, what was measured and decided."""
+        self._num_steps += 1
+        if self._num_steps == _FIRST:
+            self._measure()
+        return self.move(self._seconds()) if self._num_steps == _LAST else None
+
+    def _measure(self) -> None:
+        """Mark each part's forward passes in training, by hooks that go when the stages move."""
+        stages = self._stages
+        for name in stages.modules(self._module):
+            marks = self._marks[name] = list[Any]()
+
+            def mark(
+                *_: Any, marks: list[Any] = marks, device: torch.device = stages.devices[stages.plan[name]]
+            ) -> None:
+                if self._module.trainer.training:
+                    marks.append(time_mark(device))
+
+            part = self._module.get_submodule(name)
+            stages.hooks += [part.register_forward_pre_hook(mark), part.register_forward_hook(mark, prepend=True)]
+
+    def _seconds(self) -> dict[str, float]:
+        """Seconds per step by part, of its fastest pass: all else that runs only adds to it; the same on every rank."""
+        found: dict[str, float] = {}
+        for name, marks in self._marks.items():
+            spans = [seconds_between(start, end) for start, end in zip(marks[::2], marks[1::2], strict=True)]
+            found[name] = min(spans, default=0.0) * len(spans) / (_LAST - _FIRST)
+        if self._mean_over_ranks is None:
+            return found
+        root = self._stages.devices[0]
+        means = self._mean_over_ranks(torch.tensor(list(found.values()), dtype=precise_dtype(root), device=root))
+        return dict(zip(found, means.tolist(), strict=True))
+
+    def move(self, seconds: dict[str, float]) -> str:
+        """Cut the module so that stages take the same time; tells what was measured and decided."""
+        stages, before, parameters = self._stages, self._stages.plan, list(self._module.parameters())
+        weights = stages.options.device_weights or [1.0] * stages.num_stages
+        work = {name: seconds.get(name, 0.0) * weights[stage] for name, stage in before.items()}
+
+        def ms(plan: Plan) -> str:
+            loads = [sum(work[name] for name, at in plan.items() if at == i) / w for i, w in enumerate(weights)]
+            return " ".join(f"{load * 1e3:.2f}" for load in loads)
+
+        plan = balanced_plan(self._module, work, weights)
+        stages.move(self._module, plan)
+        if any(now is not then for now, then in zip(self._module.parameters(), parameters, strict=True)):
+            raise ConfigError(
+                f"balance=time: torch makes new parameters for other devices ({', '.join(map(str, stages.devices))}), "
+                "and optimizers would go on with the old ones. Set balance=memory."
+            )
+        for optimizer in self._module.trainer.optimizers:
+            state_to_parameters(optimizer)
+        return (
+            f"balance=time: milliseconds of a step's forward passes by stage, {ms(before)} as it was cut by memory, "
+            f"{ms(plan)} now: {' | '.join(stages.lines())}"
+        )

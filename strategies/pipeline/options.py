@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-import torch
 from typing_extensions import override
 
 from ..core.errors import ConfigError
 from ..core.options import Advice, Count, NotNegative, Options, Positive
-from .schedule import ScheduleName
 
-Partition: TypeAlias = Literal["auto"] | Sequence[str]
-"""Cut of a module: `auto`, or the names of the first module of each later stage."""
+ScheduleName: TypeAlias = Literal["1f1b", "gpipe"]
+"""Order of the work on each stage; see `stage_order`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ class StageOptions(Options):
         ConfigError: an option has an invalid value.
     """
 
-    partition: Annotated[Partition, Advice("A list names the first module of each stage after stage 0.")] = "auto"
+    partition: Annotated[
+        Literal["auto"] | Sequence[str], Advice("A list names the first module of each stage after stage 0.")
+    ] = "auto"
     num_microbatches: Count = 1
     schedule: ScheduleName = "1f1b"
     output_device: Literal["last", "first"] = "last"
@@ -63,7 +63,7 @@ class StageOptions(Options):
                 "Set num_microbatches=2 or more and deterministic=false, or balance=memory."
             )
 
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether every run must be the same."""
-        return torch.are_deterministic_algorithms_enabled() if self.deterministic is None else self.deterministic
+    def most_in_flight(self, num_microbatches: int, num_stages: int) -> list[int]:
+        """The largest number of micro-batches between forward and backward, by stage."""
+        ahead = [num_stages - stage for stage in range(num_stages)]
+        return [num_microbatches if self.schedule == "gpipe" else min(num_microbatches, num) for num in ahead]

@@ -1,7 +1,7 @@
 """Place one copy of a module across the devices of a process."""
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,31 +21,8 @@ from ..core.module_checks import is_compiled
 from ..core.patching import replaced
 from ..core.side_streams import arrival, cross, from_host, is_plain, work_so_far
 from ..core.types import Batch
-from ._plan import StagePlan, auto_plan, named_plan, plan_lines
-from .module_parts import find_parts, place_parts
 from .options import StageOptions
-
-
-class BatchTensors:
-    """The tensors of a batch as they were handed to a step.
-
-    Args:
-        ready: the event after which they hold their values; None for the work queued so far.
-    """
-
-    def __init__(self, batch: Batch, ready: torch.Event | None = None) -> None:
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and is_plain(leaf)]
-        # copied beside the device's work; those of inference mode don't tell whether they were written to
-        tensors = [tensor for tensor in tensors if has_streams(tensor.device) and not tensor.is_inference()]
-        tensors = [tensor for tensor in tensors if tensor.device == tensors[0].device]  # `ready` says nothing of others
-        self._versions = {tensor.untyped_storage().data_ptr(): tensor._version for tensor in tensors}
-        self.ready = (ready or work_so_far(tensors[0].device)) if tensors else None
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the batch, or a view, and was not written to since."""
-        if not self._versions or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_inference():
-            return False
-        return self._versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
+from .plan import Plan, auto_plan, find_parts, named_plan, tensors_of
 
 
 class _OnThread(threading.local):
@@ -53,7 +30,10 @@ class _OnThread(threading.local):
 
     enter: Callable[[int], None] | None = None
     stage: int = 0
-    batch = BatchTensors(None)
+    versions: dict[int, int] = {}  # noqa: RUF012  # never written to
+    """Of the batch that was handed to a step: the version of each tensor, by its storage."""
+    ready: torch.Event | None = None
+    """After which that batch holds its values."""
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,18 +42,13 @@ class _OnThread(threading.local):
 
 
 class Stages:
-    """Runs one module in stages, one per device of a process.
-
-    Args:
-        devices: one per stage; devices may repeat.
-        options: how to cut the module.
-    """
+    """Runs one module in stages, one per device of a process; devices may repeat."""
 
     def __init__(self, devices: Sequence[torch.device], options: StageOptions) -> None:
-        self.devices = list(devices)
-        self.options = options
-        self.plan: StagePlan | None = None
-        """The assignment of parts to stages; None before placement."""
+        self.devices, self.options = list(devices), options
+        self.num_stages = len(self.devices)
+        self.plan: Plan = {}
+        """Empty before placement."""
         self.hooks: list[RemovableHandle] = []
         """What moves inputs, and measures parts, until `remove`."""
         self._on_thread = _OnThread()
@@ -84,69 +59,77 @@ class Stages:
         return {**vars(self), "hooks": [], "_mixed": None}
 
     @property
-    def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.devices)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether stages may have different micro-batches at the same time."""
-        return self.options.num_microbatches > 1 and self.num_stages > 1 and self.plan is not None
-
-    @property
     def meeting_stage(self) -> int:
-        """The stage that holds the batch, the outputs and the loss."""
-        if self.options.output_device == "first":
-            return 0
-        return self.num_stages - 1 if self.plan is None else self.plan.last_part_stage
+        """The stage that holds the batch, the outputs and the loss: the first, or that of the module's last part."""
+        return 0 if self.options.output_device == "first" else [self.num_stages - 1, *self.plan.values()][-1]
 
     @property
     def meeting_device(self) -> torch.device:
-        """The device that holds the batch, the outputs and the loss."""
+        """The device of the meeting stage."""
         return self.devices[self.meeting_stage]
 
     def place(self, module: LightningModule) -> None:
         """Move each part of the module to its stage's device, and add hooks that move its inputs there."""
         self.remove()
-        weights = self.options.device_weights
+        options, weights = self.options, self.options.device_weights
         if weights is not None and len(weights) != self.num_stages:
             raise ConfigError(
                 f"device_weights has {len(weights)} entries for {self.num_stages} stages "
                 f"(device_weights={list(weights)}). Give one weight per device of a process."
             )
-        self.move(module, self._make_plan(module))
+        if isinstance(options.partition, str):
+            # weights are speeds where time is balanced; until it is measured, all devices have the same memory
+            weights = weights if options.balance == "memory" else None
+            self.move(module, auto_plan(module, self.num_stages, options.optimizer_copies, weights))
+        else:
+            self.move(module, named_plan(module, self.num_stages, options.partition))
 
-    def move(self, module: LightningModule, plan: StagePlan) -> None:
+    def move(self, module: LightningModule, plan: Plan) -> None:
         """Move each part to its stage of a plan, with its gradients; optimizers' state stays where it is."""
         self.remove()
         self.plan = plan
-        place_parts(module, self.device_of_parts(), self.meeting_device)
+        self._move_parts(module)
         module._device = self.meeting_device
-        self._add_hooks(module)
+        if self.num_stages == 1:
+            return
+        compiled = is_compiled(module)
 
-    def device_of_parts(self) -> dict[str, torch.device]:
-        """The device of each part, by name."""
-        assert self.plan is not None, "call place first"
-        return {name: self.devices[stage] for name, stage in self.plan.stage_of.items()}
+        def outside(hook: Callable[..., Any]) -> Any:
+            return torch.compiler.disable(hook) if compiled else hook  # waiting for a turn can't be traced
+
+        parts = {name: module.get_submodule(name) for name in self.modules(module)}
+        for name, part in parts.items():
+            enter = outside(partial(self._enter, plan[name]))
+            self.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
+        for last in list(parts.values())[-1:]:
+            self.hooks.append(last.register_forward_hook(outside(partial(self._meet, 0))))
+        # DDP also calls `training_step` through the root module: scalars (losses) stay
+        self.hooks.append(module.register_forward_hook(outside(partial(self._meet, 1))))
+
+    def _move_parts(self, module: LightningModule) -> None:
+        """Move the module part by part; it is never on one device as a whole."""
+        inside: tuple[str, ...] = ()
+        for part in find_parts(module, list(self.plan)):
+            owner, device = module.get_submodule(part.name), self.devices[self.plan[part.name]]
+            if part.loose:
+                owner._apply(partial(Tensor.to, device=device), recurse=False)
+            else:
+                owner.to(device)
+                inside += (f"{part.name}.",)
+        for name, child in module.named_modules():  # without parameters, such as metrics, which hold other tensors
+            if not tensors_of(child) and not f"{name}.".startswith(inside):
+                child.to(self.meeting_device)
 
     def lines(self) -> list[str]:
-        """Say which modules each stage holds."""
-        assert self.plan is not None, "call place first"
-        return plan_lines(self.plan, self.devices)
-
-    def tensors(self, module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-        """Yield name, tensor and stage of each parameter and buffer; a tied tensor once."""
-        assert self.plan is not None, "call place first"
-        parts = find_parts(module, list(self.plan.stage_of))
-        stage_of = {id(tensor): self.plan.stage_of[part.name] for part in reversed(parts) for tensor in part.tensors}
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield name, tensor, stage_of[id(tensor)]
+        """Say which parts each stage holds."""
+        held = [[name or "(root)" for name, at in self.plan.items() if at == i] for i in range(self.num_stages)]
+        shown = [names if len(names) < 6 else [*names[:2], "...", *names[-2:]] for names in held]
+        return [f"{', '.join(names)} on {device}" for names, device in zip(shown, self.devices, strict=True)]
 
     def modules(self, module: nn.Module) -> list[str]:
         """Names of the parts that are modules, not tensors that an opened module holds itself."""
-        assert self.plan is not None, "call place first"
-        placed = {part.name for part in find_parts(module, list(self.plan.stage_of)) if not part.loose}
-        return [name for name in self.plan.stage_of if name in placed]
+        placed = {part.name for part in find_parts(module, list(self.plan)) if not part.loose}
+        return [name for name in self.plan if name in placed]
 
     def begin(self) -> None:
         """Let tensors of several stages meet, until `remove`: in steps, in hooks, in optimizers."""
@@ -165,29 +148,8 @@ class Stages:
         if self._mixed is not None:
             self._mixed.end()
             self._mixed = None
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-
-    def _make_plan(self, module: LightningModule) -> StagePlan:
-        if not isinstance(self.options.partition, str):
-            return named_plan(module, self.num_stages, self.options.partition)
-        # weights are speeds where time is balanced; until it is measured, all devices have the same memory
-        weights = self.options.device_weights if self.options.balance == "memory" else None
-        return auto_plan(module, self.num_stages, self.options.optimizer_copies, weights)
-
-    def _add_hooks(self, module: nn.Module) -> None:
-        assert self.plan is not None
-        if self.num_stages == 1:
-            return
-        parts = {name: module.get_submodule(name) for name in self.modules(module)}
-        for name, part in parts.items():
-            enter = traced_around(module, partial(self._enter, self.plan.stage_of[name]))
-            self.hooks.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-        for last in list(parts.values())[-1:]:
-            self.hooks.append(last.register_forward_hook(traced_around(module, partial(self._meet, 0))))
-        # DDP also calls `training_step` through the root module: scalars (losses) stay
-        self.hooks.append(module.register_forward_hook(traced_around(module, partial(self._meet, 1))))
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def _enter(self, stage: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Move the inputs of a part to its stage."""
@@ -203,24 +165,17 @@ class Stages:
         if isinstance(value, Tensor):
             return value if value.dim() < min_dim else self._move(stage, [value])[0]
         leaves, spec = tree_flatten(value)
-        stays = batch_sizes(value)
-        where = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.dim() >= min_dim and not any(leaf is one for one in stays)
-        ]
-        tensors = [leaves[index] for index in where]
+        stays = set(map(id, _batch_sizes(value)))
+        tensors = [one for one in leaves if isinstance(one, Tensor) and one.dim() >= min_dim and id(one) not in stays]
         moved = self._move(stage, tensors)
         if moved is tensors:
             return value
-        for index, tensor in zip(where, moved, strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, spec)
+        there = dict(zip(map(id, tensors), moved, strict=True))
+        return tree_unflatten([there.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def _move(self, stage: int, tensors: list[Tensor]) -> list[Tensor]:
-        device = self.devices[stage]
         # before the step gives way: what others queue meanwhile is nothing that these copies wait for
-        moved, arrivals = self._cross(device, tensors)
+        moved, arrivals = self._cross(self.devices[stage], tensors)
         here = self._on_thread
         if here.enter is not None and stage > here.stage:
             here.stage = stage
@@ -233,17 +188,23 @@ class Stages:
         """Begin to move tensors, together those that come from one device and are ready at the same time."""
         if all(tensor.device == device for tensor in tensors):
             return tensors, []
-        batch = self._on_thread.batch
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for i, tensor in enumerate(tensors):
-            groups.setdefault((tensor.device, batch.holds(tensor)), []).append(i)
+            groups.setdefault((tensor.device, self._is_of_batch(tensor)), []).append(i)
         found, arrivals = list(tensors), list[Callable[[], None]]()
-        for (_, is_input), places in groups.items():
-            moved, arrive = cross([tensors[i] for i in places], device, batch.ready if is_input else None)
+        for (_, is_of_batch), places in groups.items():
+            moved, arrive = cross([tensors[i] for i in places], device, self._on_thread.ready if is_of_batch else None)
             arrivals.append(arrive)
             for i, tensor in zip(places, moved, strict=True):
                 found[i] = tensor
         return found, arrivals
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the batch, or a view, and was not written to since it was handed to the step."""
+        versions = self._on_thread.versions
+        if not versions or tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_inference():
+            return False
+        return versions.get(tensor.untyped_storage().data_ptr()) == tensor._version
 
     @contextmanager
     def fed(self, chunk: Batch, ready: torch.Event | None = None) -> Generator[Batch]:
@@ -256,11 +217,16 @@ class Stages:
         """
         leaves = tree_leaves(chunk)
         if any(leaf.is_cpu if isinstance(leaf, Tensor) else hasattr(leaf, "to") for leaf in leaves):
-            device = self.meeting_device
-            chunk = from_host(chunk, device)
+            chunk = from_host(chunk, self.meeting_device)
             are_beside = all(leaf.is_cpu and is_plain(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-            ready = arrival(device) if are_beside and not batch_sizes(chunk) else None
-        with replaced(self._on_thread, "batch", BatchTensors(chunk, ready)):
+            ready = arrival(self.meeting_device) if are_beside and not _batch_sizes(chunk) else None
+        # those of inference mode don't tell whether they were written to; `ready` says nothing of other devices
+        plain = [leaf for leaf in tree_leaves(chunk) if isinstance(leaf, Tensor) and is_plain(leaf)]
+        beside = [leaf for leaf in plain if has_streams(leaf.device) and not leaf.is_inference()]
+        beside = [leaf for leaf in beside if leaf.device == beside[0].device]
+        versions = {leaf.untyped_storage().data_ptr(): leaf._version for leaf in beside}
+        ready = (ready or work_so_far(beside[0].device)) if beside else None
+        with replaced(self._on_thread, "versions", versions), replaced(self._on_thread, "ready", ready):
             yield chunk
 
     @contextmanager
@@ -270,12 +236,7 @@ class Stages:
             yield
 
 
-def batch_sizes(value: Any) -> list[Tensor]:
+def _batch_sizes(value: Any) -> list[Tensor]:
     """Those of the packed sequences in a value, which stay on the CPU wherever their data are."""
     leaves = tree_leaves(value, is_leaf=lambda one: isinstance(one, PackedSequence))
     return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]
-
-
-def traced_around(module: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude a hook from `torch.compile`: it waits for turns, which can't be traced."""
-    return torch.compiler.disable(hook) if is_compiled(module) else hook

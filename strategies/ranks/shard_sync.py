@@ -23,7 +23,7 @@ from ..core.module_checks import callbacks_of, verify_unscripted
 from ..core.patching import Replacement, replaced
 from ..distributed.objects import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
-from ..pipeline.module_parts import find_parts
+from ..pipeline.plan import find_parts
 from ..sharding.call_order import CallOrder
 from ..sharding.parts import automatic_parts, named_parts
 from ..sharding.refusals import LateParameters, verify_plain

@@ -27,6 +27,7 @@ from ...strategies.batch.structure import num_samples
 from ...strategies.core.patching import replaced
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
+from ...strategies.pipeline.plan import find_parts, tensors_of
 from ...strategies.pipeline.stages import Stages
 from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
@@ -104,22 +105,20 @@ class SimulatedStages(Stages):
         self._fake = fake
 
     @override
-    def place(self, module: pl.LightningModule) -> None:
+    def _move_parts(self, module: pl.LightningModule) -> None:
         """Replace every parameter and buffer with a fake tensor on its stage's device; tied ones stay tied."""
-        self.plan = self._make_plan(module)
         self.devices[self.meeting_stage] = torch.device("cpu")
+        parts = find_parts(module, list(self.plan))
+        stage_of = {id(tensor): self.plan[part.name] for part in reversed(parts) for tensor in part.tensors}
         fakes: dict[int, Tensor] = {}
-        for _, tensor, stage in self.tensors(module):
-            fake = self._fake.from_tensor(tensor.detach()).to(self.devices[stage])
+        for tensor in tensors_of(module):
+            fake = self._fake.from_tensor(tensor.detach()).to(self.devices[stage_of[id(tensor)]])
             is_leaf = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_leaf else fake
         for part in module.modules():
             for store in (part._parameters, part._buffers):
                 tensors: dict[str, Any] = store
                 tensors.update({name: fakes[id(one)] for name, one in tensors.items() if one is not None})
-        module._device = self.meeting_device
-        self._add_hooks(module)
-        self.begin()
 
 
 class Finished(Exception):
@@ -166,7 +165,8 @@ class SimulatedStrategy(SingleDeviceStrategy):
         assert module is not None
         self.recompute.install(module, self._stages.options.partition)
         self._stages.place(module)
-        for _, tensor, _ in self._stages.tensors(module):
+        self._stages.begin()
+        for tensor in tensors_of(module):
             if self._topology.shards is None:
                 self.tracker.track(tensor)
             elif tensor.requires_grad:  # what is left of a gradient, once it is complete, is a shard

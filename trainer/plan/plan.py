@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
 
 from ...strategies import ConfigError
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered
-from ...strategies.pipeline.schedule import most_in_flight
 from ..config.checks import instantiate, module_and_data, quiet_trainer
 from ..job.log_file import run_log
 from ..job.result import new_table, print_table, write_json
@@ -201,7 +200,7 @@ class Planner:
         simulated = self._simulated(samples)
         if (num := -(-samples // simulated)) == 1:
             return self._known[simulated]
-        most = most_in_flight(self.topology.stages.schedule, num, self.topology.num_stages)
+        most = self.topology.stages.most_in_flight(num, self.topology.num_stages)
         return in_flight(self._known[simulated], most, samples, simulated)
 
     def largest_batch(self, batch: int, device_bytes: float) -> Questions:

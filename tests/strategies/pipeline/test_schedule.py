@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from evener.strategies import ModelParallelStrategy
-from evener.strategies.pipeline.schedule import ScheduleName, Task, stage_order
+from evener.strategies.pipeline.microbatches import Task, stage_order
+from evener.strategies.pipeline.options import ScheduleName
 
 SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 

@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
 from evener.strategies.core.loop_contract import state_to_parameters
-from evener.strategies.pipeline._plan import auto_plan, balanced_cut, named_plan
-from evener.strategies.pipeline.module_parts import find_parts
 from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.plan import auto_plan, balanced_cut, find_parts, named_plan
 from evener.strategies.pipeline.stages import Stages
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -91,17 +90,17 @@ def test_optimizer_copies_move_the_cut() -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4), nn.Linear(4, 8))
     module[:2].requires_grad_(requires_grad=False)
     # frozen: 144 and 80 bytes; then 160 bytes twice (SGD) or four times (Adam)
-    assert list(auto_plan(module, 2, optimizer_copies=2).stage_of.values()) == [0, 0, 1]
+    assert list(auto_plan(module, 2, optimizer_copies=2).values()) == [0, 0, 1]
     module[1].requires_grad_()
-    assert list(auto_plan(module, 2, optimizer_copies=0).stage_of.values()) == [0, 0, 1]
+    assert list(auto_plan(module, 2, optimizer_copies=0).values()) == [0, 0, 1]
 
 
 def test_tied_weights_stay_on_one_stage_and_loose_tensors_go_with_the_part_that_follows() -> None:
     plan = auto_plan(Small(tied=True), 3)
-    assert plan.stage_of["head"] == plan.stage_of["embed"] == 0
+    assert plan["head"] == plan["embed"] == 0
     named = named_plan(nn.Sequential(nn.Linear(2, 2), Wrapper()), 2, ["1.model.embed"])
-    assert (named.stage_of["0"], named.stage_of["1.model"]) == (0, 0)  # registered before the name
-    assert (named.stage_of["1.model.embed"], named.stage_of["1.model.head"]) == (1, 1)
+    assert (named["0"], named["1.model"]) == (0, 0)  # registered before the name
+    assert (named["1.model.embed"], named["1.model.head"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_tied_weights_stay_on_one_stage_and_loose_tensors_go_with_the_part_that_
 )
 def test_plans_by_hand(partition: Any, expected: dict[str, int]) -> None:
     plan = auto_plan(Small(), 2) if partition == "auto" else named_plan(Small(), len(partition) + 1, partition)
-    assert dict(plan.stage_of) == expected
+    assert dict(plan) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_plans_by_hand(partition: Any, expected: dict[str, int]) -> None:
     [
         (2, ["blocks.9"], r"has no module 'blocks\.9'; the nearest are blocks\.3, blocks\.2"),
         (3, ["head"], r"has 1 names for 3 stages\. Give 2"),
-        (3, ["head", "blocks.1"], "is not in the order of the module"),
+        (3, ["head", "blocks.1"], "in the order of module.named_modules"),
         (2, ["embed"], "leaves stage 0 without parameters"),
     ],
 )
@@ -164,14 +163,14 @@ class Tied(Opaque):
 def test_modules_whose_parts_are_all_tied_are_opened_down_to_their_layers_and_no_others() -> None:
     """They were one part, and the user had to name the cut: GPT-2 and T5."""
     plan = auto_plan(nn.ModuleDict({"model": Tied()}), 3)
-    stages = {name.removeprefix("model."): stage for name, stage in plan.stage_of.items()}
+    stages = {name.removeprefix("model."): stage for name, stage in plan.items()}
     tied = ["encoder.tokens", "encoder.places", "encoder.layers.0", "decoder.tokens", "head"]
     assert [stages[name] for name in tied] == [0] * 5
     chain = [f"encoder.layers.{i}" for i in range(4)] + ["encoder.norm", "decoder.places"]
     chain += [f"decoder.layers.{i}" for i in range(4)] + ["decoder.norm"]
     assert [stages[name] for name in chain] == sorted(stages[name] for name in chain)
     assert stages["decoder.places"] == stages["decoder.layers.0"] > 0
-    assert list(auto_plan(nn.Sequential(Body(nn.Embedding(10, 4)), nn.Linear(4, 4)), 2).stage_of) == ["0", "1"]
+    assert list(auto_plan(nn.Sequential(Body(nn.Embedding(10, 4)), nn.Linear(4, 4)), 2)) == ["0", "1"]
 
 
 def placed(devices: list[torch.device], **options: Any) -> tuple[DeepNet, Stages]:

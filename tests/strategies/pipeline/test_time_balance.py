@@ -11,8 +11,8 @@ from parity import CLASSES, FEATURES, Case, Net, assert_equal, baseline, fit, ma
 from torch import Tensor, nn
 
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
-from evener.strategies.pipeline import _time_balance
-from evener.strategies.pipeline._time_balance import TimeBalance
+from evener.strategies.pipeline import layout as time_balance
+from evener.strategies.pipeline.layout import TimeBalance
 from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.stages import Stages
 
@@ -23,7 +23,7 @@ CLOCK = [0.0]
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     CLOCK[0] = 0.0
-    monkeypatch.setattr(_time_balance, "time_mark", lambda _: CLOCK[0])
+    monkeypatch.setattr(time_balance, "time_mark", lambda _: CLOCK[0])
 
 
 class Slow(nn.Module):
@@ -49,7 +49,7 @@ class SlowNet(Net):
 
     def on_train_end(self) -> None:
         layout = getattr(self.trainer.strategy, "layout", None)
-        self.stages = [] if layout is None else list(layout.stages.plan.stage_of.values())
+        self.stages = [] if layout is None else list(layout.stages.plan.values())
 
 
 SLOW = Case(SlowNet, num=48)
@@ -68,7 +68,7 @@ def test_the_cut_moves_to_where_stages_take_the_same_time(caplog: pytest.LogCapt
     told = [record.getMessage() for record in caplog.records if "balance=time" in record.getMessage()]
     assert told == [
         "balance=time: milliseconds of a step's forward passes by stage, 18000.00 6000.00 as it was cut by memory, "
-        "12000.00 12000.00 now: net.0-1 on cpu | net.2-5 on cpu"
+        "12000.00 12000.00 now: net.0, net.1 on cpu | net.2, net.3, net.4, net.5 on cpu"
     ]
 
 
@@ -91,12 +91,12 @@ def test_a_device_for_which_parameters_are_made_anew_is_refused() -> None:
     layout.place(module)
     module._trainer = type("Optimized", (), {"optimizers": ["first", "second"]})()
     with pytest.raises(ConfigError, match="optimizers would go on with the old ones"):
-        TimeBalance(module, layout)._move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
+        TimeBalance(module, layout).move({f"net.{i}": 3.0 if i < 3 else 1.0 for i in range(6)})
 
 
 def _train_by_time() -> tuple[list[int], Tensor]:
     """A rank's stages at the end, and the weights."""
-    _time_balance.time_mark = lambda _: CLOCK[0]
+    time_balance.time_mark = lambda _: CLOCK[0]
     module: Any = make_module(SLOW)
     if os.environ["RANK"] == "1":  # where the other rank has 3 3 3 1 1 1, which it would cut into 6 and 6 alone
         for layer, seconds in zip(module.net, (9.0, 1.0, 1.0, 1.0, 1.0, 1.0), strict=True):
