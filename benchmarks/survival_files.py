@@ -16,8 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from evener.trainer.checkpoint.file_io import CheckpointError, read, write
-from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.file_io import CheckpointError, find_newest, read, write
 
 TIMEOUT_S = 20
 """Seconds after which a search counts as hung."""

@@ -20,7 +20,7 @@ from survival_processes import Terminal
 from evener import strategies
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.file_io import find_newest
 from evener.trainer.loggers import CSVLogger
 
 ROOT = Path(__file__).parents[1]

@@ -29,8 +29,7 @@ from evener.strategies import ConfigError, DataParallelStrategy, DDPStrategy
 from evener.strategies.batch.results import ChunkLosses
 from evener.trainer import compose
 from evener.trainer.callbacks import RunSummary
-from evener.trainer.checkpoint._data_worker import start_workers
-from evener.trainer.checkpoint._loader_state import make_resumable
+from evener.trainer.checkpoint._loader_state import make_resumable, start_workers
 from evener.trainer.job.run import Parts, fit, write_predictions
 
 

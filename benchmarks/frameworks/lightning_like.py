@@ -82,7 +82,7 @@ def train_evener(run: Run) -> None:
     from evener import strategies
     from evener.trainer import Trainer
     from evener.trainer.checkpoint import Checkpoint
-    from evener.trainer.checkpoint.find import find_newest
+    from evener.trainer.checkpoint.file_io import find_newest
 
     p, newest = run.problem, find_newest(run.folder)
     name = p.strategy or ("ddp" if p.ranks > 1 else "single_device")

@@ -45,7 +45,7 @@ Natural: TypeAlias = Annotated[int, Limit(">=", 0)]
 _WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
 _ONE, _SEVERAL = re.compile(r"^(?:a )?(whole number|number|text)"), r"\1s"
 
-_RENAMED = {"verify_loss": "verify"}
+_RENAMED = {"verify_loss": "verify", "async": "background"}
 """Options of earlier versions by their present names."""
 
 GONE = {
@@ -53,6 +53,7 @@ GONE = {
     "loss_reduction": "Leave it out: what a loss divides by, or that it is a sum, is found.",
     "model_parallel_size": "Choose strategy=ddp_model_parallel, which cuts a copy per rank into stages.",
     "objective": "Leave it out: shares are measured by time; give strategy.weights for others.",
+    "on_error": "Leave it out: a checkpoint that can't be written stops training; those before are intact.",
     "overlap": "Leave it out: micro-batches are launched in the schedule's order.",
     "profile_activations": "Leave it out: set balance=time, or name the cut (partition).",
     "shard_optimizer": "Choose strategy=ddp, whose ranks share the optimizers' state.",
@@ -61,6 +62,7 @@ GONE = {
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "model_parallel_size": (1,), "objective": ("time",), "overlap": (None, "launch"), "profile_activations": (False,),
+    "on_error": ("raise",),
 }  # fmt: skip
 """Values of these that configurations hold, and that mean what is done without them."""
 

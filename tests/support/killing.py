@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchmetrics import MeanMetric, RunningMean
 
 from evener.trainer.checkpoint._callback import Checkpoint
-from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.file_io import find_newest
 from evener.trainer.job.log_file import graceful_stop
 from evener.trainer.loggers.tensorboard import TensorBoardLogger
 

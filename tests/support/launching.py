@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from surroundings import Terminal
 
 from evener.trainer import Result, compose
-from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.file_io import find_newest
 
 ROOT = Path(__file__).parents[2]
 

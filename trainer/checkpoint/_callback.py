@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +23,13 @@ from ...strategies import FSDPStrategy
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.options import Count, NotNegative, checked
+from ...strategies.core.patching import replaced
 from ._interval import Interval
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import remove_leftovers
 from .snapshots import MemorySnapshots
 
 log = logging.getLogger(__name__)
-
-_NOT_LETTERS = re.compile(r"[^a-z0-9]")
 
 
 class Checkpoint(ModelCheckpoint):
@@ -58,16 +56,14 @@ class Checkpoint(ModelCheckpoint):
         interval_s: seconds of training between checkpoints.
         snapshot_every_n_steps: number of optimizer steps between snapshots in memory, from which a run on one machine
             goes on that is restarted, if they are newer than its files.
-        on_error: what to do if a file can't be written (a full disk): `raise` stops training, `warn` continues.
         save_weights_only: omit the state that is only needed to resume.
         verbose: log a line for each checkpoint that is compared.
         background: write in a thread while training continues.
         sharded: every rank writes its shards (`strategy=fsdp`), instead of rank 0 the whole; any number of ranks,
             under any strategy, goes on from them.
-        **options: `async`, the former name of `background`.
 
     Raises:
-        ConfigError: more than one trigger, or an unknown option, is given.
+        ConfigError: more than one trigger is given.
     """
 
     CHECKPOINT_EQUALS_CHAR = "_"
@@ -99,16 +95,12 @@ class Checkpoint(ModelCheckpoint):
         every_n_epochs: Count | None = None,
         interval_s: NotNegative | None = None,
         snapshot_every_n_steps: Count | None = None,
-        on_error: Literal["raise", "warn"] = "raise",
         save_weights_only: bool = False,
         verbose: bool = False,
         background: bool = False,
         sharded: bool = False,
-        **options: bool,
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
-        if unknown := options.keys() - {"async"}:
-            raise ConfigError(f"checkpoint: unknown options: {', '.join(sorted(unknown))}. Remove them.")
         self._triggers = {name: value for name, value in triggers.items() if value is not None}
         if len(self._triggers) > 1:
             raise ConfigError(
@@ -131,11 +123,9 @@ class Checkpoint(ModelCheckpoint):
             verbose=verbose,
             auto_insert_metric_name=False,
         )
-        self._on_error: Literal["raise", "warn"] = on_error
-        self._background = background or options.get("async", False)
+        self._background = background
         self._sharded = sharded
         self._interval = None if interval_s is None else Interval(interval_s)
-        self._ranking: dict[str, Any] = {}
         self._snapshot_every_n_steps = snapshot_every_n_steps
 
     # When to save
@@ -148,29 +138,23 @@ class Checkpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if self._sharded and not isinstance(trainer.strategy, FSDPStrategy):
+        given, every = trainer.strategy.checkpoint_io, self._snapshot_every_n_steps
+        is_ours = type(given) in (TorchCheckpointIO, VerifiedCheckpointIO)
+        if self._sharded and not (is_ours and isinstance(trainer.strategy, FSDPStrategy)):
             raise ConfigError(
-                f"checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
-                f"{type(trainer.strategy).__name__}. Set checkpoint.sharded=false: each checkpoint is whole then."
+                "checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
+                f"{type(trainer.strategy).__name__} with {type(given).__name__}. Set checkpoint.sharded=false: each "
+                "checkpoint is whole then."
             )
-        if type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO):
-            self._io = trainer.strategy.checkpoint_io = VerifiedCheckpointIO(
-                self._background, self._on_error, self._sharded
+        if is_ours:
+            self._io = trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._background, self._sharded)
+        if every is not None and self.dirpath is not None and trainer.num_nodes > 1:
+            rank_zero_warn(
+                f"checkpoint: snapshot_every_n_steps={every} has no effect on {trainer.num_nodes} machines: a machine "
+                "that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
             )
-        elif self._sharded:
-            raise ConfigError(
-                f"checkpoint: sharded=true is written by this project's own plugin, but the trainer was given "
-                f"{type(trainer.strategy.checkpoint_io).__name__}. Leave one of them out."
-            )
-        if self._snapshot_every_n_steps is not None and self.dirpath is not None:
-            if trainer.num_nodes > 1:
-                rank_zero_warn(
-                    f"checkpoint: snapshot_every_n_steps={self._snapshot_every_n_steps} has no effect on "
-                    f"{trainer.num_nodes} machines: a machine that is lost takes its memory along. Save more often to "
-                    "the disk that they share (every_n_steps)."
-                )
-            else:
-                self.snapshots = MemorySnapshots(self._snapshot_every_n_steps, self.dirpath)
+        elif every is not None and self.dirpath is not None:
+            self.snapshots = MemorySnapshots(every, self.dirpath)
         if trainer.is_global_zero and self.dirpath is not None and Path(self.dirpath).is_dir():  # of an earlier run
             remove_leftovers(Path(self.dirpath))
 
@@ -199,8 +183,6 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking and self.monitor is not None:
-            _verify_spelling(self.monitor, trainer.callback_metrics)
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         self._validated = True
@@ -219,7 +201,6 @@ class Checkpoint(ModelCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._io is not None:
             self._io.teardown()
-        self._settle(trainer)
         if self.snapshots is not None and self.save_last:
             self.snapshots.end()
 
@@ -231,12 +212,13 @@ class Checkpoint(ModelCheckpoint):
 
     def lacks(self, trainer: pl.Trainer) -> bool:
         """Whether `last.ckpt` is requested and older than the weights and the gradients accumulated so far."""
-        fresh = (self._last_global_step_saved, self._last_batch_saved) == (trainer.global_step, _num_batches(trainer))
-        return bool(self.save_last) and not fresh and not getattr(trainer, "fast_dev_run", False)
+        now = (trainer.global_step, trainer.fit_loop.epoch_loop.total_batch_idx)
+        fresh = (self._last_global_step_saved, self._last_batch_saved) == now
+        return bool(self.save_last) and not fresh and not trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]  # Lightning sets it undeclared
 
     def _mark(self, trainer: pl.Trainer) -> None:
         """Have a checkpoint written at the next clean point; Lightning's own trainer has none, and saves at once."""
-        self.due = self._best_due = not getattr(trainer, "fast_dev_run", False)  # which saves nothing
+        self.due = self._best_due = not trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]  # Lightning sets it undeclared
         at_once = self.due and not hasattr(trainer.fit_loop, "has_clean_points")
         if at_once and self._last_global_step_saved != trainer.global_step:
             self.save(trainer)
@@ -255,13 +237,13 @@ class Checkpoint(ModelCheckpoint):
         self.due = False
         if self.snapshots is not None:
             self.snapshots.due = False
-        self._last_batch_saved = _num_batches(trainer)
+        self._last_batch_saved = trainer.fit_loop.epoch_loop.total_batch_idx
         candidates = self._monitor_candidates(trainer)
         candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
         known = self.monitor is None or self.monitor in candidates
         last = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
         self.last_model_path, self._saved_now = last if self.save_last else "", ""
-        with nullcontext() if self._io is None else self._io.saving(trainer):
+        with nullcontext() if self._io is None else replaced(trainer.strategy, "_checkpoint_io", self._io):
             if self._best_due and known and self._score_step in (-1, trainer.global_step):
                 self._best_due = False
                 self._save_topk_checkpoint(trainer, candidates)
@@ -269,27 +251,18 @@ class Checkpoint(ModelCheckpoint):
                 self._save_checkpoint(trainer, last)
             elif self.save_last and self._io is not None and trainer.is_global_zero:
                 self._io.link_checkpoint(self._saved_now, last)
-        if not self._background:
-            self._settle(trainer)
-        if not known and self._is_unknown(trainer):
+        loop = trainer.fit_loop.epoch_loop
+        logged = {value.meta.name for value in loop._results.values()}
+        comes = not loop.batch_progress.is_last_batch and str(self.monitor).removesuffix("_epoch") in logged
+        if not known and not comes and (self._validated or not trainer.enable_validation):
             raise ConfigError(
                 f"checkpoint: monitor={self.monitor} was not logged. Logged so far: "
                 f"{', '.join(sorted(set(candidates) - {'epoch', 'step'})) or 'nothing'}. Set monitor to one of these."
                 " Without a metric to rank them by, keep the last: checkpoint=last, Checkpoint(save_top_k=0)."
             )
 
-    def _is_unknown(self, trainer: pl.Trainer) -> bool:
-        """Whether the monitored metric should have been logged by now but was not."""
-        if trainer.enable_validation and not self._validated:
-            return False
-        logged = {value.meta.name for value in trainer.fit_loop.epoch_loop._results.values()}
-        ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return ends or str(self.monitor).removesuffix("_epoch") not in logged
-
     @override
     def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        self._settle(trainer)
-        self._ranking = deepcopy(self.state_dict())
         score = monitor_candidates.get(self.monitor) if self.monitor is not None else None
         nan = (score is not None and bool(score.isnan())) or has_nan(trainer.lightning_module)
         if self.save_top_k == 0 or not trainer.strategy.reduce_boolean_decision(nan, all=False):
@@ -308,15 +281,6 @@ class Checkpoint(ModelCheckpoint):
             self.best_epoch = trainer.fit_loop.epoch_progress.current.ready - 1
         super()._save_checkpoint(trainer, filepath)
         self._saved_now = filepath
-
-    def _settle(self, trainer: pl.Trainer) -> None:
-        """Go back to the ranking before the last file, if that could not be written: the ones before are all there."""
-        if self._io is None or self._on_error == "raise":
-            return
-        self._io.wait()
-        failed = trainer.strategy.broadcast(self._io.take_failed())
-        if not failed.isdisjoint([self.best_model_path, *self.best_k_models]):
-            self.load_state_dict(self._ranking)
 
     @override
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
@@ -347,16 +311,9 @@ class Checkpoint(ModelCheckpoint):
         return re.sub(r"[^A-Za-z0-9._-]+", "_", super()._format_checkpoint_name(*args, **kwargs)).lstrip(".-")
 
     @override
-    def _get_metric_interpolated_filepath_name(
-        self, monitor_candidates: dict[str, Tensor], trainer: pl.Trainer, del_filepath: str | None = None
-    ) -> str:
+    def file_exists(self, filepath: str | Path, trainer: pl.Trainer) -> bool:
         # A file of the same name that is not in the ranking was left at this step by a killed run.
-        path = self.format_checkpoint_name(monitor_candidates)
-        version = self.STARTING_VERSION
-        while path in self.best_k_models and path != del_filepath:
-            path = self.format_checkpoint_name(monitor_candidates, ver=version)
-            version += 1
-        return path
+        return str(filepath) in self.best_k_models
 
 
 def distinguish(callbacks: Iterable[object]) -> None:
@@ -367,18 +324,3 @@ def distinguish(callbacks: Iterable[object]) -> None:
             if callback.state_key in keys:
                 callback._key_triggers = callback._triggers
             keys.add(callback.state_key)
-
-
-def _verify_spelling(monitor: str, logged: Iterable[str]) -> None:
-    """Refuse, before training, a metric's name that differs from a logged one by its separators only."""
-    if monitor not in logged:
-        for name in logged:
-            if _NOT_LETTERS.sub("", name.lower()) == _NOT_LETTERS.sub("", monitor.lower()):
-                raise ConfigError(
-                    f"monitor={monitor} ranks the checkpoints, but validation logs {name}. Give monitor={name}."
-                )
-
-
-def _num_batches(trainer: pl.Trainer) -> int:
-    """Batches trained on so far, in all epochs."""
-    return trainer.fit_loop.epoch_loop.total_batch_idx

@@ -15,7 +15,7 @@ import logging
 import pathlib
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
@@ -39,12 +39,6 @@ EXACT = "exact_resume"
 _Path = tuple[Any, ...]
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
 _BASES: tuple[Any, ...] = (int, float, str, bytes)
-_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-
-
-def _class_name(kind: type) -> str:
-    """The full name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,12 +54,10 @@ def to_plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     kinds: dict[str, list[Any]] = {}
     for key, value in checkpoint.items():
-        if key.endswith("hparams_type"):  # which is among their kinds
-            continue
-        noted: list[Any] | None = [] if key in _HYPER_PARAMETERS else None
-        plain[key] = _convert(value, (key,), noted)
-        if noted:
-            kinds[key] = noted
+        if not key.endswith("hparams_type"):  # which is among their kinds
+            noted: list[Any] | None = [] if key in ("hyper_parameters", "datamodule_hyper_parameters") else None
+            plain[key] = _convert(value, (key,), noted)
+            kinds |= {key: noted} if noted else {}
     return {**plain, KINDS: kinds} if kinds else plain
 
 
@@ -77,33 +69,44 @@ def _convert(value: Any, path: _Path, noted: list[Any] | None) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
-    if (is_a := _described(value, noted is not None)) is not None:
-        plain = _convert(is_a[0], path, noted)
-        if noted is not None:
-            noted.append([list(path[1:]), *is_a[1:]])
-        return plain
-    if isinstance(value, Mapping):
+    kind, simpler, rest = f"{type(value).__module__}.{type(value).__qualname__}", value, None
+    if isinstance(value, Container):
+        kind, rest = "config", {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}
+        try:
+            simpler = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException:  # what an interpolation names is not there
+            simpler = OmegaConf.to_container(value, resolve=False)
+    elif isinstance(value, pathlib.PurePath):
+        kind, simpler = "path", str(value)
+    elif isinstance(value, enum.Enum):
+        simpler = value.value
+    elif noted is not None and isinstance(value, (Namespace, SimpleNamespace)):
+        simpler = vars(value)
+    elif noted is not None and is_dataclass(value) and not isinstance(value, type):
+        simpler = {one.name: getattr(value, one.name, None) for one in fields(value)}
+    elif isinstance(value, Mapping):
         keys = {key: _convert(key, (*path, key), None) for key in value}
         items = {keys[k]: _convert(v, (*path, keys[k]), noted) for k, v in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items
-    if isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple)):
         children = [_convert(child, (*path, i), noted) for i, child in enumerate(value)]
         return tuple(children) if isinstance(value, tuple) else children
-    if isinstance(value, set):  # whose elements have no place
+    elif isinstance(value, set):  # whose elements have no place
         return {_convert(child, (*path, child), None) for child in value}
-    for base in _BASES:
-        if isinstance(value, base):
-            return base(value)
-    where = ".".join(map(str, path))
+    elif base := next((base for base in _BASES if isinstance(value, base)), None):
+        return base(value)
+    elif noted is not None:
+        _tell(".".join(map(str, path)), simpler := repr(value))
+    else:
+        raise ConfigError(
+            f"The checkpoint's entry {'.'.join(map(str, path))} has type {kind}, but "
+            "a checkpoint may contain only tensors, numbers, strings and containers of these, so loading runs no code. "
+            "Return such values from state_dict() and on_save_checkpoint()."
+        )
+    plain = _convert(simpler, path, noted)
     if noted is not None:
-        noted.append([list(path[1:]), _class_name(type(value)), None])
-        _tell(where, text := repr(value))
-        return text
-    raise ConfigError(
-        f"The checkpoint's entry {where} has type {_class_name(type(value))}, but "
-        "a checkpoint may contain only tensors, numbers, strings and containers of these, so loading runs no code. "
-        "Return such values from state_dict() and on_save_checkpoint()."
-    )
+        noted.append([list(path[1:]), kind, rest])
+    return plain
 
 
 @cache
@@ -111,43 +114,8 @@ def _tell(where: str, text: str) -> None:
     logger.warning("The hyperparameter %s is stored as a string: %s is not plain data.", where, text)
 
 
-def _described(value: Any, is_hparam: bool) -> tuple[Any, str, Any] | None:
-    """What a value becomes, its kind, and what else is needed to restore it; None for other values."""
-    kind = _class_name(type(value))
-    match value:
-        case Container():
-            flags = {"struct": OmegaConf.is_struct(value), "readonly": OmegaConf.is_readonly(value)}
-            return _values_of(value), "config", flags
-        case pathlib.PurePath():
-            return str(value), "path", None
-        case enum.Enum():
-            return value.value, kind, None
-        case Namespace() | SimpleNamespace() if is_hparam:
-            return vars(value), kind, None
-        case _ if is_hparam and is_dataclass(value) and not isinstance(value, type):
-            return {one.name: getattr(value, one.name, None) for one in fields(value)}, kind, None
-        case _:
-            return None
-
-
-def _values_of(config: Container) -> Any:
-    try:
-        return OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:  # what an interpolation names is not there
-        return OmegaConf.to_container(config, resolve=False)
-
-
-def _restored(checkpoint: Mapping[str, Any], key: str, given: Collection[str]) -> dict[str, Any]:
-    """Return a checkpoint with the hyperparameters of an entry as they were, but for those that are `given`."""
-    kinds: dict[_Path, tuple[Any, Any]] = {}
-    with suppress(LookupError, TypeError, ValueError):  # there are none, or it was made by somebody else
-        kinds = {tuple(path): (kind, rest) for path, kind, rest in checkpoint[KINDS][key]}
-    kinds = {path: what for path, what in kinds.items() if not path or path[0] not in given}
-    left = {name: value for name, value in checkpoint.items() if name != KINDS}
-    return {**left, key: _restore(left[key], (), kinds)} if key in left else left
-
-
 def _restore(value: Any, path: _Path, kinds: Mapping[_Path, tuple[Any, Any]]) -> Any:
+    """Bring a hyperparameter back as what it was."""
     if type(value) in (dict, OrderedDict):
         value = type(value)((name, _restore(child, (*path, name), kinds)) for name, child in value.items())
     elif type(value) in (list, tuple):
@@ -177,10 +145,15 @@ _load_state = saving._load_state
 def _load_restored(cls: Any, checkpoint: dict[str, Any], strict: bool | None = None, **given: Any) -> Any:
     """Have Lightning's `load_from_checkpoint` make the module with the hyperparameters that were saved."""
     key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "")
-    back = _restored(checkpoint, key, given)
-    back.pop(EXACT, None)
-    if isinstance(hparams := back.get(key), Container):  # Lightning gives it what it has resolved
-        back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]
+    kinds: dict[_Path, tuple[Any, Any]] = {}
+    with suppress(LookupError, TypeError, ValueError):  # there are none, or it was made by somebody else
+        kinds = {tuple(path): (kind, rest) for path, kind, rest in checkpoint[KINDS][key]}
+    kinds = {path: what for path, what in kinds.items() if not path or path[0] not in given}
+    back = {name: value for name, value in checkpoint.items() if name not in (KINDS, EXACT)}
+    if key in back:
+        back[key] = hparams = _restore(back[key], (), kinds)
+        if isinstance(hparams, Container):  # Lightning gives it what it has resolved
+            back[cls.CHECKPOINT_HYPER_PARAMS_TYPE] = lambda _: hparams  # pyright: ignore[reportUnknownLambdaType]
     return _load_state(cls, back, strict=strict, **given)
 
 

@@ -7,16 +7,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Timer
 from typing_extensions import override
 
-from ...strategies.core.module_checks import callbacks_of
 from ...strategies.registry import processes_of
 
 
 class Interval:
-    """A time interval by rank 0's clock, which is broadcast only at a few batches per interval.
-
-    After each broadcast, the next one follows after half of the batches that the rest of the interval is estimated to
-    take: a handful of broadcasts per interval, and little overshoot.
-    """
+    """A time interval by rank 0's clock, broadcast after half of the batches that the rest is estimated to take."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -24,9 +19,7 @@ class Interval:
 
     def start(self) -> None:
         """Restart the interval."""
-        self._since = time.monotonic()
-        self._num_batches = 0
-        self._ask_at = 1
+        self._since, self._num_batches, self._ask_at = time.monotonic(), 0, 1
 
     def is_over(self, trainer: pl.Trainer) -> bool:
         """Count a batch; if the interval is over, restart it. All ranks get the same answer."""
@@ -43,10 +36,10 @@ class Interval:
 
 
 class RunTimer(Timer):
-    """Lightning's timer of `max_time`, which counts the time of this run alone.
+    """Lightning's timer of `max_time`, which counts the time of this run alone, and asks rank 0 at a few batches.
 
     Lightning's adds that of the runs before: one that was stopped by it and goes on with the same `max_time` would stop
-    again at once. Ranks ask rank 0 for its clock at a few batches, not at each.
+    again at once.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -72,12 +65,3 @@ class RunTimer(Timer):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if not trainer.should_stop and self._rest.is_over(trainer):
             self._check_time_remaining(trainer)
-
-
-def is_time_over(trainer: pl.Trainer) -> bool:
-    """Whether a run stops because its time is over, by rank 0's clock; every rank must call it."""
-    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
-    if not timers or not trainer.should_stop:
-        return False
-    over = any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
-    return trainer.strategy.broadcast(over)

@@ -9,23 +9,34 @@ own, derived from the epoch's seed, the rank and the batch's index.
 """
 
 import copy
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
+from multiprocessing import forkserver
+from multiprocessing.queues import Queue
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from torch import Generator, Tensor
+from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from typing_extensions import override
 
 from ...strategies.core import rng
+from ...strategies.core.patching import replaced
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Around, Divided, Stream
-from ._data_worker import Seeded, start_workers
+from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter, fork
 from .file_io import CheckpointError
 
 _NEXT = _BaseDataLoaderIter.__next__
@@ -61,13 +72,15 @@ def stateful(combined: CombinedLoader) -> list[Any]:
     return [loader for loader in combined.flattened if hasattr(loader, "state_dict")]
 
 
-def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
-    """Refuse states, one per loader that has one, that other loaders have saved.
+def restore_generators(combined: CombinedLoader, states: Sequence[dict[str, Any]]) -> None:
+    """Restore the generators of loaders and samplers at the start of a new epoch."""
+    for part, state in zip(stateful(combined), states, strict=False):
+        if isinstance(part, Resumable):
+            part.load_generators(state)
 
-    Raises:
-        CheckpointError: the position of a loader can't be given to one with a state of its own, or the reverse; or it
-            has fewer batches.
-    """
+
+def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
+    """Refuse states, one per loader that has one, that other loaders have saved."""
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
         if isinstance(loader, Resumable) != _POSITION.issubset(state):
             raise CheckpointError(
@@ -140,8 +153,8 @@ class Resumable(_Around):
         """
         inner: Any = self.loader.loader if isinstance(self.loader, Stream) else None
         seed = inner._seed if isinstance(inner, Resumable) else self._seed
-        own = {"position": self._position, "seed": seed, "start": self._start}
-        return {**own, "generators": self._generator_states()}
+        states = [generator.get_state() for generator in self._generators()]
+        return {"position": self._position, "seed": seed, "start": self._start, "generators": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the saved position."""
@@ -153,27 +166,21 @@ class Resumable(_Around):
             generator.set_state(state)
 
     def __iter__(self) -> Iterator[Any]:
-        self._take_position()
-        return self._counted(self._begun(lambda: iter(self.loader), self._read_again))
+        resumed, self._pending = self._pending, None
+        self._position, self._start = (0, None) if resumed is None else (resumed["position"], resumed["start"])
+        return self._counted(self._batches(resumed))
+
+    def _batches(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        return self.begin(lambda: iter(self.loader), self._read_again)
 
     def _generators(self) -> list[Generator]:
         return []
 
-    def _generator_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators()]
-
-    def _take_position(self) -> dict[str, Any] | None:
-        resumed, self._pending = self._pending, None
-        self._position = 0 if resumed is None else resumed["position"]
-        self._start = None if resumed is None else resumed["start"]
-        return resumed
-
-    def _begun(
-        self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]
-    ) -> Iterator[Any]:
+    def begin(self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
         """Begin to read; of an epoch that was begun before what is left, in the same order."""
         if self._start is None:
-            self._start = {"random": rng.capture(), "generators": self._generator_states()}
+            states = [generator.get_state() for generator in self._generators()]
+            self._start = {"random": rng.capture(), "generators": states}
             return read()
         with rng.isolated():
             rng.restore(self._start["random"])
@@ -218,28 +225,15 @@ class ResumableLoader(Resumable):
     def _iterator(self, iterator: Any) -> None:
         self._copy._iterator = iterator
 
-    def __iter__(self) -> Iterator[Any]:
-        resumed = self._take_position()
+    @override
+    def _batches(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
         self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
         if self.persistent_workers and self._iterator is not None:
             self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
         is_stream = isinstance(self.dataset, IterableDataset)
-        batches = self._begun(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
-        return self._counted(batches)
+        return self.begin(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
 
-    def begin(self, base: Any) -> Iterator[tuple[int, Any]]:
-        """Start the sampler; yield the batches that are left with the places of their first samples, or their own."""
-        if isinstance(self.dataset, IterableDataset):
-            return enumerate(base)
-
-        def skip(units: Iterator[Any]) -> Iterator[Any]:
-            # Take one more, so that a sampler which draws its order at the first index has done so.
-            head = list(islice(units, self._position, self._position + 1))
-            _drop_shares(base, self._position)
-            return chain(head, units)
-
-        return self._begun(base.placed if isinstance(base, RankBatches) else partial(_placed, base), skip)
-
+    @override
     def _generators(self) -> list[Generator]:
         units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
         own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
@@ -267,11 +261,24 @@ class _Indices(_Around):
         self._owner = owner
 
     def __iter__(self) -> Iterator[Any]:
-        owner, is_stream = self._owner, isinstance(self._owner.dataset, IterableDataset)
-        for place, indices in owner.begin(self.loader):
-            entropy = (owner._seed, owner.rank, place) if is_stream else (owner._seed, place)
-            is_batch = not is_stream and type(indices) is list
-            yield Seeded(entropy, indices, is_batch) if owner.num_workers else indices
+        owner, base = self._owner, self.loader
+        if is_stream := isinstance(owner.dataset, IterableDataset):
+            units: Iterator[tuple[int, Any]] = enumerate(base)
+        else:
+            units = owner.begin(base.placed if isinstance(base, RankBatches) else partial(_placed, base), self._skip)
+        for place, indices in units:  # with the places of their first samples, or of a stream their own
+            if not owner.num_workers:
+                yield indices
+            elif is_stream:
+                yield _Sent((owner._seed, owner.rank, place), indices, False)
+            else:
+                yield _Sent((owner._seed, place), indices, type(indices) is list)
+
+    def _skip(self, units: Iterator[Any]) -> Iterator[Any]:
+        # Take one more, so that a sampler which draws its order at the first index has done so.
+        head = list(islice(units, self._owner._position, self._owner._position + 1))
+        _drop_shares(self.loader, self._owner._position)
+        return chain(head, units)
 
 
 def _drop_shares(source: Any, num: int) -> None:
@@ -306,3 +313,94 @@ def next_of(iterator: Any) -> Callable[[], Any]:
         return batch
 
     return fetch
+
+
+# Data workers: their random numbers belong to samples, and they outlive signals, but not their rank.
+
+
+def start_workers(loader: DataLoader[Any], get_iterator: Callable[[], Any]) -> Any:
+    """Return what `get_iterator` makes of a loader with workers."""
+    if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+        forkserver.ensure_running()  # with signals as they are: whatever it starts inherits them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)  # until a worker has handlers of its own
+    collects, others = gc.isenabled(), multiprocessing.active_children()
+    _watch_until_end_of(os.getpid())
+    gc.disable()  # until a worker has set apart what is not its own
+    try:
+        begin = partial(_begin, threading.current_thread() is threading.main_thread(), collects, loader.worker_init_fn)
+        with replaced(loader, "worker_init_fn", begin), replaced(os, "fork", fork):
+            iterator: Any = get_iterator()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if collects:
+            gc.enable()
+        started: set[Any] = set(multiprocessing.active_children()).difference(others)
+        for process in started:  # also where their start has failed
+            process._popen.terminate = process._popen.kill  # how torch and Python end one that hangs
+    if workers := getattr(iterator, "_workers", None):  # whole until its end: garbage is collected in any order
+        weakref.finalize(iterator, id, (workers, iterator._index_queues)).atexit = False
+    return iterator
+
+
+@cache
+def _watch_until_end_of(_: int) -> None:
+    """Have torch's handler fail this process for workers that end, but not for those that Python kills at its end."""
+    Finalize(None, signal.signal, (signal.SIGCHLD, signal.SIG_DFL), exitpriority=0)
+
+
+def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> None:
+    """Begin in a data worker, which the rank's main thread may have started: outlive signals, but not the rank.
+
+    SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
+    its rank along before that has saved. torch's own watchdog looks for the rank between two batches only.
+    """
+    for signum in ASK_TO_STOP:
+        # a function, not SIG_IGN, which programs that the dataset starts would inherit
+        signal.signal(signum, lambda number, frame: None)
+    signal.set_wakeup_fd(-1)  # the rank's, which would take this process's signals for its own
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    gc.freeze()  # the rank's garbage is left alone: a process group would wait for its threads, which are not here
+    if collects:
+        gc.enable()
+    die_with_starter(by_main_thread)
+    if then is not None:
+        then(worker_id)
+
+
+class _Sent:
+    """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
+
+    def __init__(self, entropy: tuple[int, ...], indices: Any, each: bool) -> None:
+        self._arrives = entropy, indices, each
+
+    @override
+    def __reduce__(self) -> Any:
+        return _arrive, self._arrives
+
+
+def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:
+    rng.seed_all(*entropy)
+    feeder: Any = Queue
+    feeder._on_queue_feeder_error = staticmethod(_end)  # in this worker, before its first put
+    return _SeededList(entropy, indices) if each else indices
+
+
+class _SeededList(list[Any]):
+    """A batch's indices, before each of which the random streams are seeded for its sample."""
+
+    def __init__(self, entropy: tuple[int, ...], indices: list[Any]) -> None:
+        super().__init__(indices)
+        self._entropy = entropy
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        seed, first = self._entropy
+        for place, index in enumerate(super().__iter__(), first):
+            rng.seed_sample(seed, place)
+            yield index
+
+
+def _end(exc: Exception, _: object) -> None:
+    """End a worker whose batch can't be pickled: Python drops such an object, and training would hang."""
+    traceback.print_exception(exc)
+    os._exit(1)  # a thread can't end its process in another way

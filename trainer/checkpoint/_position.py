@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeAlias
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
@@ -34,11 +33,11 @@ from ...strategies.distributed.metrics.states import MetricStates, resumed_state
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging.series import on_other_ranks
-from ._loader_state import ReadAhead, Resumable, ResumableLoader, stateful
+from ._loader_state import ReadAhead, Resumable, stateful
 from .file_io import CheckpointError
 
 FORMAT = 1
-"""What the entry of a checkpoint that resumes exactly looks like; files without a number are older than it."""
+"""The form of a checkpoint's entry that resumes exactly; files without a number are older than it."""
 
 State: TypeAlias = dict[str, Any]
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
@@ -47,30 +46,18 @@ Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"
 
 @dataclass(frozen=True)
 class Position:
-    """The point between two batches, or after an epoch, at which a checkpoint was written.
+    """The point between two batches, or after an epoch, at which a checkpoint was written."""
 
-    Args:
-        point: where; None if a hook saved, which resumes by Lightning's rules.
-        should_stop: whether the run was about to stop (`trainer.should_stop`).
-        is_global: whether positions count global batches, which are the same for any number of ranks.
-        ranks: the state of every rank, from `capture`; of this rank only once `for_rank` has made it.
-    """
-
-    point: Place | None = None
-    should_stop: bool = False
+    point: Place | None = None  # if a hook saved, which resumes by Lightning's rules
+    should_stop: bool = False  # the run was about to
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    is_global: bool = False
-    ranks: Sequence[dict[str, Any]] | None = None
+    is_global: bool = False  # its batches are those of all ranks
+    ranks: Sequence[State] | None = None  # of every rank; of this one only once `for_rank` has made it
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "Position":
-        """Read what `to_dict` returned; an empty mapping if a checkpoint has none.
-
-        Raises:
-            CheckpointError: it has a later format.
-        """
-        number = saved.get("format")
-        if number is not None and number > FORMAT:
+        """Read what `to_dict` returned; an empty mapping if a checkpoint has none."""
+        if (number := saved.get("format", 0)) > FORMAT:
             raise CheckpointError(
                 f"The checkpoint has format {number}, and this version of evener reads up to {FORMAT}. Resume with the "
                 "version that wrote it, or a later one."
@@ -87,7 +74,7 @@ class Position:
         return self.point in ("between_batches", "before_validation")
 
     @property
-    def own(self) -> dict[str, Any] | None:
+    def own(self) -> State | None:
         """The state with which this rank goes on, after `for_rank`; None if there is none."""
         return self.ranks[0] if self.ranks else None
 
@@ -97,11 +84,12 @@ class Position:
             return self
         same = len(self.ranks) == trainer.world_size
         if self.is_global != counts_global_batches(trainer) or not (self.is_global or same):
+            then, now = ("one process" if num == 1 else f"{num} ranks" for num in (len(self.ranks), trainer.world_size))
             rank_zero_warn(
-                f"The checkpoint was written by {_ranks(len(self.ranks))} and is resumed by "
-                f"{_ranks(trainer.world_size)}, where a loader's batch is not the global batch in both: the global "
-                "batch changes, and the rest of this epoch may repeat or omit samples. To go on exactly, give the "
-                "global batch as the loader's batch size, and set strategy.batch_size_is=global."
+                f"The checkpoint was written by {then} and is resumed by {now}, where a loader's batch is not the "
+                "global batch in both: the global batch changes, and the rest of this epoch may repeat or omit "
+                "samples. To go on exactly, give the global batch as the loader's batch size, and set "
+                "strategy.batch_size_is=global."
             )
         rank = min(trainer.global_rank, trainer.world_size - 1)  # in a global view each is the only one
         own = self.ranks[rank] if same else state_for(self.ranks, rank, trainer.world_size, trainer.lightning_module)
@@ -114,11 +102,7 @@ def counts_global_batches(trainer: pl.Trainer) -> bool:
     return trainer.world_size == 1 or (ranks is not None and ranks.batch_size_is == "global")
 
 
-def _ranks(num: int) -> str:
-    return "one process" if num == 1 else f"{num} ranks"
-
-
-def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
+def capture(trainer: pl.Trainer, accumulating: bool) -> State:
     """Read this process's state, with gradients and loss weights of an unfinished step; every rank must call it."""
     module, own = trainer.lightning_module, capture_own(trainer)
     results: Any = trainer.fit_loop.epoch_loop._results
@@ -134,12 +118,11 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> dict[str, Any]:
     }
 
 
-def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
+def capture_own(trainer: pl.Trainer) -> State:
     """Read what is no random stream and no gradient; metrics and values are the ones that go on changing."""
-    loader = trainer.fit_loop._combined_loader
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     return {
-        "loaders": [] if loader is None else _positions(trainer, loader),
+        "loaders": _positions(trainer),
         "weights": epoch_loop.automatic_optimization.total,
         "metrics": {name: MetricStates.of(metric).to_dict() for name, metric in _metrics(trainer.lightning_module)},
         "results": epoch_loop._results.capture(),
@@ -148,14 +131,10 @@ def capture_own(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> None:
-    """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run.
-
-    If it begins an epoch, although the state is from before the last one's end, values and metrics that are logged for
-    an epoch begin anew.
-    """
+def restore(trainer: pl.Trainer, state: State, begins_epoch: bool) -> None:
+    """Restore a state that `capture` read; call it after everything that draws random numbers at the start of a run."""
     module = trainer.lightning_module
-    if begins_epoch:
+    if begins_epoch:  # the state is from before the last one's end: what is logged for an epoch begins anew
         of_epoch = state.get("of_epoch", ())
         kept = {name: saved for name, saved in state["metrics"].items() if name not in of_epoch}
         state = {**state, "results": {}, "metrics": kept}
@@ -169,31 +148,22 @@ def restore(trainer: pl.Trainer, state: dict[str, Any], begins_epoch: bool) -> N
             MetricStates.read(state["metrics"][name]).give(metric)
     epoch_loop.automatic_optimization.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
-        contract_of(trainer.strategy).restore_gradients(trainer.lightning_module, state["gradients"])
+        contract_of(trainer.strategy).restore_gradients(module, state["gradients"])
+    devices = devices_in_use(trainer.strategy)
     if state["random"] is None:  # a rank that was not there before
-        devices = devices_in_use(trainer.strategy)
         rng.seed_all(torch.initial_seed() % 2**63, trainer.global_rank, trainer.global_step, devices=devices)
     else:
-        rng.restore(state["random"], devices_in_use(trainer.strategy))
+        rng.restore(state["random"], devices)
 
 
-def restore_generators(loader: CombinedLoader, states: list[dict[str, Any]]) -> None:
-    """Restore the generators of loaders and samplers at the start of a new epoch."""
-    for part, state in zip(stateful(loader), states, strict=False):
-        if isinstance(part, ResumableLoader):
-            part.load_generators(state)
-
-
-def _positions(trainer: pl.Trainer, loader: CombinedLoader) -> list[dict[str, Any]]:
+def _positions(trainer: pl.Trainer) -> list[State]:
     """The loaders' states, without batches that were prefetched (from loaders without length) but not trained on."""
-    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-    parts = stateful(loader)
-    states = [part.state_dict() for part in parts]
-    for i, part in enumerate(parts):
+    ahead, loader = len(getattr(trainer.fit_loop._data_fetcher, "batches", ())), trainer.fit_loop._combined_loader
+    states: list[State] = []
+    for part in [] if loader is None else stateful(loader):
+        states.append(part.before if ahead and isinstance(part, ReadAhead) else part.state_dict())
         if isinstance(part, Resumable):
-            states[i]["position"] = max(states[i]["position"] - ahead, 0)
-        elif ahead and isinstance(part, ReadAhead):
-            states[i] = part.before
+            states[-1]["position"] = max(states[-1]["position"] - ahead, 0)
     return states
 
 
@@ -216,20 +186,17 @@ def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: pl.Ligh
     return {
         **ranks[0],
         "random": ranks[rank]["random"] if rank < len(ranks) else None,
-        "gradients": _mean([state["gradients"] for state in ranks]),
+        "gradients": None if ranks[0]["gradients"] is None else _mean([state["gradients"] or {} for state in ranks]),
         "weights": sum(state["weights"] for state in ranks) if first else 0.0,
         "metrics": metrics,
         "results": on_other_ranks([state["results"] for state in ranks], num_ranks),
     }
 
 
-def _mean(ranks: Sequence[dict[str, Tensor] | None]) -> dict[str, Tensor] | None:
+def _mean(ranks: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
     """Average gradients as DDP does; a rank without one for a parameter has zero."""
-    if ranks[0] is None:
-        return None
-    found = [gradients or {} for gradients in ranks]
-    names = dict.fromkeys(name for gradients in found for name in gradients)
-    return {name: sum(own[name] for own in found if name in own) / len(ranks) for name in names}  # pyright: ignore[reportReturnType]  # a Tensor, as there is one
+    names = dict.fromkeys(name for gradients in ranks for name in gradients)
+    return {name: sum(own[name] for own in ranks if name in own) / len(ranks) for name in names}
 
 
 def _metric_part(name: str, metric: Metric, saved: Sequence[MetricStates], first: bool) -> dict[str, Any]:
@@ -248,9 +215,6 @@ def _metric_part(name: str, metric: Metric, saved: Sequence[MetricStates], first
         return MetricStates(whole, count).to_dict()
     states = {key: copy.deepcopy(metric._defaults[key]) for key in whole}
     # a metric without updates warns when it is computed; one whose states have no shape yet must not be stacked
-    is_shaped = all(_shape(states[key]) == _shape(whole[key]) for key in whole if isinstance(whole[key], Tensor))
+    tensors = [(states[key], value) for key, value in whole.items() if isinstance(value, Tensor)]
+    is_shaped = all(isinstance(own, Tensor) and own.shape == value.shape for own, value in tensors)
     return MetricStates(states, count if is_shaped else 0).to_dict()
-
-
-def _shape(state: Any) -> Any:
-    return state.shape if isinstance(state, Tensor) else None

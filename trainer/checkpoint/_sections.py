@@ -34,7 +34,7 @@ from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
 from ..loggers import journal
 from . import _position
-from ._loader_state import stateful
+from ._loader_state import restore_generators, stateful
 
 _T = TypeVar("_T")
 _FEW = 64
@@ -200,7 +200,7 @@ class Sections:
             if source is not None:
                 source.rank, source.num_ranks = rank, num
         if not self.reads:
-            _position.restore_generators(combined, states)
+            restore_generators(combined, states)
             return
         before = [one for one in combined._iterator.iterators if hasattr(one, "close")]
         for loader, state in zip(stateful(combined), states, strict=True):

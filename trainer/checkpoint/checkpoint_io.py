@@ -1,30 +1,47 @@
 """Write and read checkpoints for a trainer, in the background if asked to: Lightning's checkpoint plugin.
 
-URLs (`s3://…`, `memory://…`) are left to Lightning, whose files nobody verifies.
+URLs (`s3://…`, `memory://…`) are left to Lightning, whose files nobody verifies. Ranks together write two files:
+
+    last.ckpt   the state, with tensors replaced by file offsets, the name of the file and its checksums
+    shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with a checksum
+
+The first is written when the other is complete, and appears whole or not at all; the file that a checkpoint names is
+never written to. So a checkpoint that exists is complete, whichever process is killed when. torch's own format for it
+(torch.distributed.checkpoint) is not used: its reader unpickles metadata, so that loading a file could run any code.
 """
 
-import logging
-from collections.abc import Callable, Generator
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pytorch_lightning as pl
+import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.types import _PATH
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...strategies.core.devices import flat_bytes, has_streams
+from ...strategies.distributed.store import RankError
 from ...strategies.sharding.placed import Placed, ShardIO, Writers
-from ._host_memory import HostMemory
+from ...strategies.sharding.whole import map_tensors
 from ._hparams import to_plain
-from ._tensor_files import FILE, SHARDS, WEIGHTS, ShardFile, new_name
-from .file_io import CheckpointError, link, read, releasing, write
+from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, releasing, write
 
-logger = logging.getLogger(__name__)
+_WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
+"""Entries of which a rank keeps its shards only, or copies to its own."""
+_MARK = struct.Struct("<I8s")
+_WRITTEN, _FAILED = b"written.", b"failed.."
+_POLL_S = 0.02
 
 
 class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
@@ -36,22 +53,15 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     Args:
         background: write in a thread while training continues.
-        on_error: `raise` stops training if a file can't be written; `warn` logs a warning and continues. Existing
-            files are kept either way.
         sharded: write in shards, where the strategy has them.
     """
 
-    def __init__(
-        self, background: bool = False, on_error: Literal["raise", "warn"] = "raise", sharded: bool = False
-    ) -> None:
+    def __init__(self, background: bool = False, sharded: bool = False) -> None:
         self.background = background
         self.sharded = sharded
-        self.on_error = on_error
-        self._failed: set[str] = set()
-        self._last_failed = False
         self._memory = HostMemory() if background else None  # training changes the state while a thread writes
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[object]] = []
+        self._pending: list[Future[None]] = []
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
@@ -67,11 +77,11 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         plain = to_plain(checkpoint)
         copied = plain if self._memory is None else self._memory.take(plain)
         save = super().save_checkpoint if _is_address(path) else write
-        self._submit(lambda: self._attempt(str(path), partial(save, copied, str(path))))
+        self._submit(path, partial(save, copied, str(path)))
 
     @override
     def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
-        """Write a checkpoint in shards; see `_tensor_files`.
+        """Write a checkpoint in shards.
 
         Raises:
             CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
@@ -82,50 +92,48 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
                 "file system that all of them see. Set checkpoint.sharded=false, or checkpoint.dirpath to a directory."
             )
         self.wait()  # before the name is told, so that one checkpoint at a time is written
-        file = ShardFile(Path(path).with_name(writers.broadcast(new_name())), placed)
-        rest = to_plain(placed.state) if writers.is_first else {}
-        parts = placed.parts
+        # a name that no other file has, and that tells which process of which machine leads its writing
+        name = writers.broadcast(f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}")
+        rest, parts = to_plain(placed.state) if writers.is_first else {}, placed.parts
         if self._memory is not None:
             rest, parts = self._memory.take((rest, parts))
-        self._submit(lambda: self._write_shards(file, parts, rest, Path(path), writers))
 
-    def _write_shards(
-        self, file: ShardFile, parts: list[Tensor | None], rest: dict[str, Any], path: Path, writers: Writers
-    ) -> None:
         def work() -> None:
-            file.write(parts)
-            if writers.is_first:
-                shards = {**file.layout, "digests": file.wait(writers.timeout_s)}
-                write({**rest, FILE: file.path.name, SHARDS: shards}, path)
+            file = Path(path).with_name(name)
+            try:
+                _write_rows(file, placed, parts)
+                if writers.is_first:
+                    entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in placed.entries]
+                    digests = _checksums(file, placed, writers.timeout_s)
+                    shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": digests}
+                    write({**rest, FILE: name, SHARDS: shards}, path)
+            except OSError:
+                if writers.is_first:
+                    file.unlink(missing_ok=True)
+                raise
 
-        self._attempt(str(path), work)
-        if self._last_failed and writers.is_first:
-            file.path.unlink(missing_ok=True)
+        self._submit(path, work)
 
     @override
     def load_shards(self, path: _PATH, reader: int, num_readers: int) -> dict[str, Any]:
         """Read a checkpoint; tensors of weights and optimizers that were written in shards stay in their file."""
         self.wait()
-        if _is_address(path):
-            return self.load_checkpoint(path)
-        return read(str(path), WEIGHTS, reader, num_readers)
+        return self.load_checkpoint(path) if _is_address(path) else read(path, _WEIGHTS, reader, num_readers)
 
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
         """Give the most recent checkpoint a second name; see `link`."""
         copy = get_filesystem(path).copy if _is_address(path) else link
-        self._submit(
-            lambda: None if self._last_failed else self._attempt(str(path), partial(copy, str(source), str(path)))
-        )
+        self._submit(path, partial(copy, str(source), str(path)))
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a file, unless the save that should have replaced it failed."""
-        self._submit(lambda: self._remove(str(path)))
 
-    def take_failed(self) -> set[str]:
-        """Return, and clear, the files that could not be written; those that they should have replaced are kept."""
-        failed, self._failed = self._failed, set()
-        return failed
+        def remove() -> None:
+            with releasing(Path(path)):
+                Path(path).unlink(missing_ok=True)
+
+        self._submit(path, partial(super().remove_checkpoint, path) if _is_address(path) else remove)
 
     @override
     def load_checkpoint(
@@ -136,9 +144,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
         `weights_only=False` has no effect: a file that needs it is refused.
         """
         self.wait()
-        if _is_address(path):
-            return super().load_checkpoint(path, weights_only=True)
-        return read(str(path))
+        return super().load_checkpoint(path, weights_only=True) if _is_address(path) else read(path)
 
     @override
     def teardown(self) -> None:
@@ -148,51 +154,128 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             self._executor.shutdown()
             self._executor = None
 
-    @contextmanager
-    def saving(self, trainer: pl.Trainer) -> Generator[None]:
-        """Have this plugin write, link and remove what the trainer saves in the block."""
-        other, trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io, self
-        try:
-            yield
-        finally:
-            trainer.strategy.checkpoint_io = other
-
     def wait(self) -> None:
         """Wait for the background thread; raise its error if a write failed."""
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
 
-    def _submit(self, work: Callable[[], object]) -> None:
+    def _submit(self, path: _PATH, work: Callable[[], object]) -> None:
+        """Do it, in the thread if there is one, unless what was to be done before has failed."""
         if not self.background:
-            work()
+            _attempt(path, work)
             return
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending.append(self._executor.submit(work))
+        self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        before = self._pending[-1] if self._pending else None
+        self._pending.append(self._executor.submit(_attempt, path, work, before))
 
-    def _attempt(self, path: str, work: Callable[[], object]) -> None:
-        """Write a file; if it fails, note it, and raise or warn as `on_error` says."""
-        self._last_failed = False
-        try:
-            work()
-        except OSError as exc:
-            self._last_failed = True
-            self._failed.add(path)
-            message = f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact."
-            if self.on_error == "raise":
-                raise CheckpointError(f"{message} Free some space, or set checkpoint.on_error=warn.") from exc
-            logger.warning("%s Training continues without it.", message)
 
-    def _remove(self, path: str) -> None:
-        if self._last_failed:
-            return
-        if _is_address(path):
-            super().remove_checkpoint(path)
-        else:
-            with releasing(Path(path)):
-                Path(path).unlink(missing_ok=True)
+def _attempt(path: _PATH, work: Callable[[], object], before: Future[None] | None = None) -> None:
+    if before is not None:
+        before.result()
+    try:
+        work()
+    except OSError as exc:
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact. Free some "
+            "space, or save to another disk (dirpath)."
+        ) from exc
 
 
 def _is_address(path: _PATH) -> bool:
     return "://" in str(path)
+
+
+def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> None:
+    """Write this rank's rows, and its mark when they are on the disk; rank 0 learns of a failure."""
+    writer = placed.writer
+    if writer is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+
+        def mark(content: bytes) -> None:
+            file.seek(placed.num_bytes + writer * _MARK.size)
+            file.write(content)
+            os.fsync(file.fileno())
+
+        try:
+            file.truncate(placed.num_bytes + placed.num_writers * _MARK.size)
+            mark(bytes(_MARK.size))  # takes its space, lest the disk be full for it later
+            checksum = 0
+            for entry, part in zip(placed.entries, parts, strict=True):
+                if part is not None:
+                    values: Any = flat_bytes(part.cpu().contiguous()).numpy()
+                    checksum = zlib.crc32(data := memoryview(values), checksum)
+                    file.seek(entry.part(writer if entry.num_parts > 1 else 0)[0])
+                    while data:  # the system may write less than it is given
+                        data = data[file.write(data) :]
+            os.fsync(file.fileno())
+            mark(_MARK.pack(checksum, _WRITTEN))
+        except OSError:
+            with suppress(OSError):
+                mark(_MARK.pack(0, _FAILED))
+            raise
+
+
+def _checksums(path: Path, placed: Placed, timeout_s: float) -> list[int]:
+    """Wait until all ranks have written their rows, and return their checksums.
+
+    Raises:
+        OSError: a rank could not write.
+        RankError: a rank has not answered.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with open(path, "rb") as file:  # opened anew: other machines' writes show then
+            file.seek(placed.num_bytes)
+            marks = list(_MARK.iter_unpack(file.read(placed.num_writers * _MARK.size)))
+        missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
+        if not missing:
+            return [checksum for checksum, _ in marks]
+        if failed := [rank for rank in missing if marks[rank][1] == _FAILED]:
+            raise OSError(f"the shards could not be written by rank {failed[0]}")
+        if time.monotonic() > deadline:
+            raise RankError(f"rank {missing[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+class HostMemory:
+    """Memory to which one state after another is copied: the first write to fresh memory costs more than the copy.
+
+    That of tensors on accelerators is page-locked, so that all copies run concurrently.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    @torch.inference_mode(False)  # in which a hook of a validation may save
+    def take(self, state: Any) -> Any:
+        """Copy all tensors of nested dicts, lists and tuples; the copy is valid until the next call."""
+        copies: dict[tuple[Any, ...], Tensor] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            if isinstance(tensor, DTensor):  # a shard, of a moving average say: it stays one
+                return tensor.clone()
+            if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+                return tensor.cpu().clone()
+            same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            if same not in copies:
+                copies[same] = self._place(len(copies), tensor).copy_(tensor, non_blocking=True)
+            return copies[same]
+
+        copied = map_tensors(state, copy)
+        for device in {device for device, *_ in copies} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)
+        return copied
+
+    def _place(self, index: int, tensor: Tensor) -> Tensor:
+        """The memory of a tensor, which is new if the state before had another one in its place."""
+        alike = torch.empty_like(tensor, device="meta")  # whose elements fill a stretch of memory
+        held = self._memory[index] if index < len(self._memory) else None
+        if held is None or (held.shape, held.stride(), held.dtype) != (alike.shape, alike.stride(), alike.dtype):
+            pinned = has_streams(tensor.device)
+            held = torch.empty_strided(alike.shape, alike.stride(), dtype=alike.dtype, pin_memory=pinned)
+            self._memory[index:] = [held]
+        return held

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import pytorch_lightning as pl
 from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
-from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, Timer
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.states import TrainerFn
@@ -29,12 +30,11 @@ from ...strategies.registry import ranks_of
 from ..loggers import journal
 from . import _position
 from ._callback import Checkpoint
-from ._host_memory import HostMemory
 from ._hparams import EXACT, KINDS
-from ._interval import is_time_over
-from ._loader_state import Resumable, begun_anew, make_resumable, stateful, verify_states
+from ._loader_state import Resumable, begun_anew, make_resumable, restore_generators, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
 from ._sections import Sections
+from .checkpoint_io import HostMemory
 from .file_io import CheckpointError
 
 _T = TypeVar("_T")
@@ -71,13 +71,9 @@ class ExactCheckpoints(_CheckpointConnector):
                 f"The checkpoint {checkpoint_path} was not saved by a trainer: it has no entry {exc}. Give a trainer's "
                 "checkpoint, or load plain weights with module.load_state_dict."
             ) from exc
-        fit_loop.resumed = Position()
-        if not self._loaded_checkpoint:
-            return
         self._loaded_checkpoint.pop(KINDS, None)
         saved = self._loaded_checkpoint.pop(EXACT, {})
-        if trainer.state.fn == TrainerFn.FITTING:
-            fit_loop.resumed = Position.read(saved)
+        fit_loop.resumed = Position.read(saved if trainer.state.fn == TrainerFn.FITTING else {})
 
 
 class ResumingFitLoop(_FitLoop):
@@ -99,13 +95,14 @@ class ResumingFitLoop(_FitLoop):
     """Whether the metrics logged last were restored; without them Lightning would not step plateau schedulers."""
     takes_steps = False
     """Whether the run has begun to train, so that a stop between two steps has something to save."""
-
     sections: Sections | None = None
     """The sections of a run whose ranks go on without those that die."""
 
     def in_section(self, work: Callable[[], _T], counts: bool = True) -> _T:
         """Do what ranks do together, and again on those that live if one dies in it; see `Sections.run`."""
         return work() if self.sections is None else self.sections.run(work, counts)
+
+    # Save
 
     def between_batches(self) -> None:
         """Write a checkpoint if due, after a batch and its logging, validation and schedulers."""
@@ -117,24 +114,70 @@ class ResumingFitLoop(_FitLoop):
                 with replaced(self, "_point", "between_batches"):
                     self.in_section(partial(snapshots.take, self.trainer))
 
+    def _save_due(self, point: Place, or_lacking: bool = False) -> None:
+        for saver in self._savers:
+            if saver.due or (or_lacking and saver.lacks(self.trainer)):
+                with replaced(self, "_point", point):
+                    self.in_section(partial(saver.save, self.trainer))
+
+    def resume_state(self) -> dict[str, Any]:
+        """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
+        own = _position.capture(self.trainer, self._point != "after_epoch" and self.epoch_loop._should_accumulate())
+        return Position(
+            self._point,
+            self.trainer.should_stop and not _is_time_over(self.trainer),
+            journal.ends(self.trainer),
+            counts_global_batches(self.trainer),
+            [own] if self.trainer.world_size == 1 else gather_objects(own, only_first=True) or None,
+        ).to_dict()
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        saved: dict[str, Any] = super().on_save_checkpoint()
+        if self._combined_loader is not None:
+            # Remove positions that only we can restore; they are kept under `EXACT`.
+            states = zip(stateful(self._combined_loader), saved.pop("combined_loader", []), strict=True)
+            if theirs := [kept for part, kept in states if not isinstance(part, Resumable)]:
+                saved["combined_loader"] = theirs
+        return saved
+
+    # Stop and end
+
     def stop_at(self, point: Place) -> None:
         """Save and stop if a signal was received; with several processes, once all of them stop at this step.
 
         Raises:
             SIGTERMException: after the checkpoint was written.
         """
+        received, ranks = self.trainer._signal_connector.received_sigterm, ranks_of(self.trainer.strategy)
         if point == "before_validation":  # where a signal has ended the validation after a batch, which comes again
             self.trainer.training = True
-        if point == "before_validation" or self._stops():
-            self._save_and_stop(point)
+        elif not (received if ranks is None else ranks.group.stopping.agreed(received, self.trainer.global_step)):
+            return
+        self._save_and_stop(point)
 
-    def begin_epoch(self, data_fetcher: Any, restarting: bool) -> Place | None:
-        """Begin to read an epoch, and return the point at which it was left if the run resumes within it."""
-        if self.begins_epoch and (restarting or self.is_resuming):  # where Lightning takes the setup's iterator
-            iter(data_fetcher)  # with the random state restored
-        self.begins_epoch = False
-        resumed, self.resumed = self.resumed, Position()
-        return resumed.point
+    def _save_and_stop(self, point: Place) -> None:
+        self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
+        self._save_due(point, or_lacking=True)
+        saved = [saver.last_model_path for saver in self._savers if saver.last_model_path]
+        rank_zero_info(
+            f"Interrupted at step {self.trainer.global_step}; "
+            + (
+                f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
+                if saved
+                else "nothing is saved. Add a Checkpoint callback with save_last=True to keep the last state."
+            )
+        )
+        raise SIGTERMException
+
+    def agree_to_end(self, at_once: bool = False) -> None:
+        """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
+
+        `at_once`, where all are here and wait for each other; without it they end here only if it is set on all.
+        """
+        trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
+        if ranks is not None:
+            trainer.should_stop = ranks.group.stopping.ends(trainer.should_stop, trainer.global_step, at_once)
 
     @override
     def on_advance_start(self) -> None:
@@ -154,25 +197,10 @@ class ResumingFitLoop(_FitLoop):
         self._save_due("after_epoch")
         self.stop_at("after_epoch")
 
-    def _stops(self) -> bool:
-        """Whether to stop at this step; ranks decide together, between two batches."""
-        received = self.trainer._signal_connector.received_sigterm
-        ranks = ranks_of(self.trainer.strategy)
-        return received if ranks is None else ranks.group.stopping.agreed(received, self.trainer.global_step)
-
-    def agree_to_end(self, at_once: bool = False) -> None:
-        """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
-
-        `at_once`, where all are here and wait for each other; without it they end here only if it is set on all.
-        """
-        trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
-        if ranks is not None:
-            trainer.should_stop = ranks.group.stopping.ends(trainer.should_stop, trainer.global_step, at_once)
-
     def end_within_epoch(self) -> None:
         """Note that steps or time are used up between two batches, before the hooks at the end of the epoch run."""
         steps, limit = self.epoch_loop.global_step, self.epoch_loop.max_steps  # several steps a batch may go beyond it
-        is_used_up = 0 <= limit <= steps or is_time_over(self.trainer)
+        is_used_up = 0 <= limit <= steps or _is_time_over(self.trainer)
         if is_used_up and not self.epoch_loop.batch_progress.is_last_batch:
             self.end = self._end_at("between_batches")
 
@@ -192,26 +220,6 @@ class ResumingFitLoop(_FitLoop):
             end |= {**copy.deepcopy(counted), "callbacks": {cb.state_key: cb.state_dict() for cb in found}}
         return HostMemory().take(end)
 
-    def _save_and_stop(self, point: Place) -> None:
-        self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
-        self._save_due(point, or_lacking=True)
-        saved = [saver.last_model_path for saver in self._savers if saver.last_model_path]
-        rank_zero_info(
-            f"Interrupted at step {self.trainer.global_step}; "
-            + (
-                f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
-                if saved
-                else "nothing is saved. Add a Checkpoint callback with save_last=True to keep the last state."
-            )
-        )
-        raise SIGTERMException
-
-    def _save_due(self, point: Place, or_lacking: bool = False) -> None:
-        for saver in self._savers:
-            if saver.due or (or_lacking and saver.lacks(self.trainer)):
-                with replaced(self, "_point", point):
-                    self.in_section(partial(saver.save, self.trainer))
-
     @override
     def on_run_end(self) -> None:
         self.takes_steps = False
@@ -223,28 +231,7 @@ class ResumingFitLoop(_FitLoop):
             self.sections.end()
             self.sections = None
 
-    def resume_state(self) -> dict[str, Any]:
-        """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
-        accumulating = self._point != "after_epoch" and self.epoch_loop._should_accumulate()
-        own = _position.capture(self.trainer, accumulating)
-        point = Position(
-            self._point,
-            self.trainer.should_stop and not is_time_over(self.trainer),
-            journal.ends(self.trainer),
-            counts_global_batches(self.trainer),
-            [own] if self.trainer.world_size == 1 else gather_objects(own, only_first=True) or None,
-        )
-        return point.to_dict()
-
-    @override
-    def on_save_checkpoint(self) -> dict[str, Any]:
-        saved: dict[str, Any] = super().on_save_checkpoint()
-        if self._combined_loader is not None:
-            # Remove positions that only we can restore; they are kept under `EXACT`.
-            states = zip(stateful(self._combined_loader), saved.pop("combined_loader", []), strict=True)
-            if theirs := [kept for part, kept in states if not isinstance(part, Resumable)]:
-                saved["combined_loader"] = theirs
-        return saved
+    # Resume
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -279,10 +266,9 @@ class ResumingFitLoop(_FitLoop):
         progress: Any = self.epoch_progress.current
         loaders = [make_resumable(loader, self.trainer.global_rank) for loader in self._combined_loader.flattened]
         self._combined_loader._flattened = loaders  # `trainer.train_dataloader` stays the user's
-        for loader in loaders:
-            if self._resuming_from_checkpoint:
-                # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
-                _set_sampler_epoch(loader, progress.processed)
+        for loader in loaders if self._resuming_from_checkpoint else ():
+            # Workers start to load as soon as the iterator is created, before Lightning sets the epoch.
+            _set_sampler_epoch(loader, progress.processed)
         if self.restarting:
             verify_states(stateful(self._combined_loader), self._combined_loader_states_to_load)
         if self._resuming_from_checkpoint and self.resumed.point is None:
@@ -309,7 +295,7 @@ class ResumingFitLoop(_FitLoop):
 
     def _go_on(self) -> None:
         """Restore the state of the checkpoint that is resumed, once the hooks at the start of the run have run."""
-        own, point = self.resumed.own, self.resumed.point
+        own, point, within = self.resumed.own, self.resumed.point, self.resumed.is_between_batches
         if own is not None:
             self._has_metrics = True
             _position.restore(self.trainer, own, self.begins_epoch)
@@ -317,13 +303,29 @@ class ResumingFitLoop(_FitLoop):
                 self.epoch_progress.current.completed -= 1
                 self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
                 self.epoch_progress.current.completed += 1
-        if self.resumed.is_between_batches:  # what these set at the epoch's start holds for the rest of it
-            for callback in callbacks_of(self.trainer):
-                if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
-                    callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
+        for callback in callbacks_of(self.trainer) if within else ():
+            # what these set at the epoch's start holds for the rest of it
+            if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
+                callback.on_train_epoch_start(self.trainer, self.trainer.lightning_module)
         if point == "after_epoch":  # replace the iterator from the loop's setup where a running epoch creates it
             self._resuming_from_checkpoint = False
-        begins_epoch = self.begins_epoch or point == "after_epoch"
-        if begins_epoch and own is not None and self._combined_loader is not None:
-            _position.restore_generators(self._combined_loader, own["loaders"])
-        self.resumed = replace(self.resumed, ranks=None) if self.resumed.is_between_batches else Position()
+        if (self.begins_epoch or point == "after_epoch") and own is not None and self._combined_loader is not None:
+            restore_generators(self._combined_loader, own["loaders"])
+        self.resumed = replace(self.resumed, ranks=None) if within else Position()
+
+    def begin_epoch(self, data_fetcher: Any, restarting: bool) -> Place | None:
+        """Begin to read an epoch, and return the point at which it was left if the run resumes within it."""
+        if self.begins_epoch and (restarting or self.is_resuming):  # where Lightning takes the setup's iterator
+            iter(data_fetcher)  # with the random state restored
+        self.begins_epoch = False
+        resumed, self.resumed = self.resumed, Position()
+        return resumed.point
+
+
+def _is_time_over(trainer: pl.Trainer) -> bool:
+    """Whether a run stops because its time is over, by rank 0's clock; every rank must call it."""
+    timers = [callback for callback in callbacks_of(trainer) if isinstance(callback, Timer)]
+    if not timers or not trainer.should_stop:
+        return False
+    over = any((rest := timer.time_remaining()) is not None and rest <= 0 for timer in timers)
+    return trainer.strategy.broadcast(over)

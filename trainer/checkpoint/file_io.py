@@ -1,8 +1,8 @@
-"""Write checkpoint files atomically, verify them when reading, and never run code from them.
+"""Write checkpoint files whole, find and verify them, and never run code from them.
 
-A file is torch's own zip archive, whose records have checksums that torch writes, but does not compare: `verify` does.
-So torch and Lightning can read these files, and theirs can be read here, and those of earlier versions, which have a
-digest behind the archive.
+A file is torch's own zip archive, so torch and Lightning can read it, and theirs can be read here. Its records have
+checksums that torch writes, but does not compare: `read` does. The tensors of one that was written in shards are in a
+file beside it (`checkpoint_io.py`).
 """
 
 import logging
@@ -14,27 +14,33 @@ import socket
 import time
 import warnings
 import zipfile
-from collections.abc import Collection, Generator
+import zlib
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import reduce, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning.core import saving
+from torch import Tensor
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
+from ...strategies.sharding.placed import PLACE, Entry
 from ...strategies.sharding.whole import map_tensors
-from ._tensor_files import FILE, PREFIX, SHARDS, with_tensors
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".ckpt"
-_MARK = "evener_file"
-"""The key of a checkpoint which says that it was written here."""
+FILE = "evener_tensors"
+"""The key of a checkpoint with the name of the file that has its tensors."""
+SHARDS = "evener_shards"
+"""The key of a checkpoint with the layout of that file, and each rank's crc32."""
+PREFIX = "shards-"
 _LIGHTNINGS = "pytorch-lightning_version"
-"""The key that Lightning's checkpoints have, and ours as well."""
+"""The key that every trainer's checkpoint has."""
 _BLOCK = 1 << 20
 _DIRECTORY = 0x10
 
@@ -43,10 +49,11 @@ class CheckpointError(ConfigError):
     """A checkpoint file that can't be read or written; the message names it."""
 
 
+# Write
+
+
 def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write a checkpoint of plain data (`to_plain`) atomically: at any time `path` is the old file or the new one.
-
-    The tensors of the old one are removed, if they are in a file of shards that no other checkpoint needs.
 
     Raises:
         OSError: the disk is full, the directory is read-only, ...; an old file at `path` is intact.
@@ -56,7 +63,7 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
     with releasing(path), replacing(path, durable=True) as temporary:
         with open(temporary, "wb") as file:
             try:
-                torch.save({**checkpoint, _MARK: 2}, file)
+                torch.save(checkpoint, file)
             except RuntimeError as exc:
                 # torch's archive writer replaces the cause by its own error
                 raise cause if isinstance(cause := exc.__cause__ or exc.__context__, OSError) else exc from exc
@@ -68,103 +75,13 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 def link(source: str | Path, path: str | Path) -> None:
     """Give a checkpoint a second name without copying it, replacing any file of that name."""
-    path = Path(path)
-    with releasing(path), replacing(path, durable=True) as temporary:
+    with releasing(Path(path)), replacing(Path(path), durable=True) as temporary:
         try:
             os.link(source, temporary)
         except OSError:  # A file system without hard links.
             shutil.copyfile(source, temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def verify(path: str | Path) -> None:
-    """Compare the records of a file with their checksums; one that is no archive has none.
-
-    Raises:
-        CheckpointError: the file is corrupted, and would be read as something else.
-    """
-    with _damage_named(Path(path)):
-        if not zipfile.is_zipfile(path):
-            return  # torch reads pickles too; it refuses an archive that is cut
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                if record.external_attr & _DIRECTORY:  # of which torch would read nothing
-                    raise zipfile.BadZipFile(f"{record.filename} is a directory")
-                with archive.open(record) as content:
-                    while content.read(_BLOCK):
-                        pass
-
-
-def read(path: str | Path, mapped: Collection[str] = (), reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
-    """Read a checkpoint of this project, of Lightning or of torch into CPU memory.
-
-    Args:
-        path: the file.
-        mapped: entries whose tensors stay in their file until they are used, if it was written in shards.
-        reader: which of `num_readers` ranks this is; each verifies some of the shards.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointError: the file is a directory, incomplete or corrupted, or would run code.
-    """
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if os.path.isdir(path):
-        raise CheckpointError(f"The checkpoint {path} is a directory. Give the path of a file.")
-    checkpoint = _read(Path(path), mapped, reader, num_readers)
-    checkpoint.pop(_MARK, None)
-    return checkpoint
-
-
-def _read(path: Path, mapped: Collection[str] | None, reader: int = 0, num_readers: int = 1) -> dict[str, Any]:
-    verify(path)
-    with _damage_named(path):
-        checkpoint = _load(path, mmap=mapped is None)
-        if not isinstance(checkpoint, dict):
-            raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
-        return with_tensors(checkpoint, path.parent, mapped, reader, num_readers)
-
-
-@contextmanager
-def _damage_named(path: Path) -> Generator[None]:
-    """Refuse a file by its name, whatever comes of reading what it says: it may say anything."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as exc:
-        if isinstance(exc, MemoryError) and zipfile.is_zipfile(path):  # an archive is whole before it is read
-            raise
-        if found := re.search(r"GLOBAL ([\w.]+)", str(exc)) if isinstance(exc, pickle.UnpicklingError) else None:
-            raise CheckpointError(
-                f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
-                "arbitrary code. Save only tensors, numbers, strings and containers of these."
-            ) from None
-        what = "corrupted" if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "incomplete"
-        why = (
-            f": {exc}"
-            if str(exc) and isinstance(exc, (OSError, EOFError, ValueError, zipfile.BadZipFile))
-            else " or no checkpoint"
-        )
-        raise CheckpointError(f"The checkpoint {path} is {what}{why}. Use another one.") from exc
-
-
-_pl_load: Any = saving.pl_load
-
-
-@wraps(_pl_load)
-def _load_whole(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Have Lightning's `load_from_checkpoint` read checkpoints whose tensors are in a file of shards."""
-    checkpoint: dict[str, Any] = _pl_load(path, map_location, *args, **kwargs)
-    checkpoint.pop(_MARK, None)
-    if SHARDS not in checkpoint:
-        return checkpoint
-    moves = isinstance(map_location, (str, torch.device))
-    return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
-
-
-saving.pl_load = _load_whole
 
 
 def shard_file(path: Path) -> Path | None:
@@ -176,44 +93,213 @@ def shard_file(path: Path) -> Path | None:
     return None
 
 
-def _shard_files(directory: Path) -> set[Path | None]:
-    """The files of shards that belong to the checkpoints of a directory."""
-    return {shard_file(path) for path in directory.glob(f"*{SUFFIX}")}
-
-
 @contextmanager
 def releasing(path: Path) -> Generator[None]:
     """Remove, after the block has removed or replaced a checkpoint, its tensors if no other checkpoint has them."""
     tensors = shard_file(path)
     yield
-    if tensors is not None and tensors not in _shard_files(path.parent):
+    if tensors is not None and tensors not in map(shard_file, path.parent.glob(f"*{SUFFIX}")):
         tensors.unlink(missing_ok=True)
-
-
-def _load(path: Path, mmap: bool = False) -> Any:
-    mmap = mmap and zipfile.is_zipfile(path)  # torch maps no file of another kind
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def is_good(path: str | Path) -> bool:
-    """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
-    try:
-        if not {_LIGHTNINGS, _MARK} & _read(Path(path), mapped=None).keys():
-            raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
-    except (CheckpointError, OSError) as exc:
-        logger.warning("%s It is skipped.", str(exc).removesuffix(" Use another one."))
-        return False
-    return True
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove temporary files, and shards of no checkpoint, that killed processes of this machine left."""
-    host, used = re.escape(socket.gethostname()), _shard_files(directory)
+    host, used = re.escape(socket.gethostname()), set(map(shard_file, directory.glob(f"*{SUFFIX}")))
     names = re.compile(rf"\..*{re.escape(SUFFIX)}\.{host}-(?P<a>\d+)\.tmp|{PREFIX}{host}-(?P<b>\d+)-\d+")
     for path in directory.glob("*"):
         found = names.fullmatch(path.name)
         if found and path not in used and was_left(found["a"] or found["b"]):
             with suppress(OSError):
                 path.unlink()
+
+
+# Read
+
+
+def read(
+    path: str | Path, mapped: Collection[str] | None = (), reader: int = 0, num_readers: int = 1
+) -> dict[str, Any]:
+    """Read a checkpoint of this project, of Lightning or of torch into CPU memory.
+
+    Args:
+        path: the file.
+        mapped: entries whose tensors stay in their file until they are used, if it was written in shards; None for all.
+        reader: which of `num_readers` ranks this is; each verifies some of the shards.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is incomplete or corrupted, or would run code.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:  # a file may say anything
+        if is_archive := zipfile.is_zipfile(path):  # torch reads pickles too; it refuses an archive that is cut
+            _compare_records(path)
+        checkpoint = _load(path, mmap=mapped is None and is_archive)
+        if isinstance(checkpoint, dict):
+            return _with_tensors(checkpoint, path.parent, mapped, reader, num_readers)
+    except Exception as exc:
+        if isinstance(exc, MemoryError) and zipfile.is_zipfile(path):  # an archive is whole before it is read
+            raise
+        if found := re.search(r"GLOBAL ([\w.]+)", str(exc)) if isinstance(exc, pickle.UnpicklingError) else None:
+            raise CheckpointError(
+                f"The checkpoint {path} is refused: it contains a Python object ({found[1]}), and loading it could run "
+                "arbitrary code. Save only tensors, numbers, strings and containers of these."
+            ) from None
+        what = "corrupted" if isinstance(exc, (ValueError, zipfile.BadZipFile)) else "incomplete"
+        tells = str(exc) and isinstance(exc, (OSError, EOFError, ValueError, zipfile.BadZipFile))
+        why = f": {exc}" if tells else " or no checkpoint"
+        raise CheckpointError(f"The checkpoint {path} is {what}{why}. Use another one.") from exc
+    raise CheckpointError(f"The file {path} contains a {type(checkpoint).__name__}, which is not a checkpoint.")
+
+
+def _compare_records(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.external_attr & _DIRECTORY:  # of which torch would read nothing
+                raise zipfile.BadZipFile(f"{record.filename} is a directory")
+            with archive.open(record) as content:
+                while content.read(_BLOCK):
+                    pass
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about pickle protocols, from files that are refused
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _with_tensors(
+    checkpoint: dict[str, Any], directory: Path, mapped: Collection[str] | None, reader: int, num_readers: int
+) -> dict[str, Any]:
+    """Replace the places of tensors by copies, once this reader has verified its share of the ranks' rows."""
+    if FILE not in checkpoint:
+        return checkpoint
+    path = directory / Path(checkpoint.pop(FILE)).name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name}, which must lie beside it, is missing")
+    memory = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    if SHARDS in checkpoint:
+        _compare_rows(memory, checkpoint.pop(SHARDS), path, reader, num_readers)
+    found: dict[tuple[bool, int], Tensor] = {}
+
+    def fill(tree: Any, stays: bool) -> Any:
+        if isinstance(tree, dict) and PLACE in tree:
+            key = stays, tree[PLACE][0]
+            if key not in found:
+                found[key] = _tensor(memory, tree[PLACE], stays)
+            return found[key]
+        if isinstance(tree, dict):
+            return type(tree)((key, fill(value, stays)) for key, value in tree.items())
+        return type(tree)(fill(value, stays) for value in tree) if type(tree) in (list, tuple) else tree
+
+    return {key: fill(value, mapped is None or key in mapped) for key, value in checkpoint.items()}
+
+
+def _compare_rows(memory: Tensor, layout: Any, path: Path, reader: int, num_readers: int) -> None:
+    """Compare rows with the checksums of the ranks that wrote them."""
+    entries = [Entry(*entry) for entry in layout["entries"]]
+    for writer, expected in enumerate(layout["digests"]):
+        if writer % num_readers == reader and not isinstance(expected, bytes):  # a sha256 of earlier versions
+            parts = [entry.part(writer) for entry in entries if entry.num_parts > 1 or writer == 0]
+            rows: list[Any] = [_stretch(memory, *part).numpy() for part in parts]
+            if reduce(lambda crc, each: zlib.crc32(each, crc), rows, 0) != expected:
+                raise ValueError(f"the checksum of {path} does not match")
+
+
+def _tensor(memory: Tensor, place: Any, stays: bool) -> Tensor:
+    start, name, shape, stride = place
+    dtype = vars(torch).get(name)  # no attribute that imports a module
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is not a dtype")
+    if start % dtype.itemsize:
+        raise ValueError("a tensor begins within an element")
+    rows = _stretch(memory, start, torch.Size(shape).numel() * dtype.itemsize)
+    flat = (rows if stays else rows.clone()).view(dtype)  # copied as bytes: not every type can be
+    return flat.as_strided(list(shape), list(stride), flat.storage_offset())
+
+
+def _stretch(memory: Tensor, start: int, size: int) -> Tensor:
+    if not 0 <= start <= start + size <= len(memory):
+        raise EOFError("a tensor ends beyond the file")
+    return memory[start : start + size]
+
+
+_pl_load: Any = saving.pl_load
+
+
+@wraps(_pl_load)
+def _load_whole(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Have Lightning's `load_from_checkpoint` read checkpoints whose tensors are in a file of shards."""
+    checkpoint: dict[str, Any] = _pl_load(path, map_location, *args, **kwargs)
+    if SHARDS not in checkpoint:
+        return checkpoint
+    moves = isinstance(map_location, (str, torch.device))
+    return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
+
+
+saving.pl_load = _load_whole
+
+
+# Find
+
+
+def is_good(path: str | Path) -> bool:
+    """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
+    return _good(Path(path)) is not None
+
+
+def _good(path: Path) -> dict[str, Any] | None:
+    try:
+        if _LIGHTNINGS in (checkpoint := read(path, mapped=None)):
+            return checkpoint
+        raise CheckpointError(f"The file {path} is not a checkpoint of a trainer.")
+    except (CheckpointError, OSError) as exc:
+        logger.warning("%s It is skipped.", str(exc).removesuffix(" Use another one."))
+        return None
+
+
+def _newest_first(files: Iterable[Path]) -> list[Path]:
+    """Sort files by their times, and names of one file so that `last.ckpt` comes before that of a step."""
+    return sorted(filter(Path.is_file, files), key=lambda path: (path.stat().st_mtime_ns, path), reverse=True)
+
+
+def find_newest(directory: str | Path, beside: Path | None = None) -> Path | None:
+    """Find the newest valid checkpoint in a directory of runs, with all its subdirectories; None if there is none.
+
+    One that is `beside` them is taken if it is newer. An incomplete or corrupted file is skipped with a warning.
+    """
+    files = chain(Path(directory).rglob(f"*{SUFFIX}"), () if beside is None else (beside,))
+    return next(filter(is_good, _newest_first(files)), None)
+
+
+def find_best(directory: str | Path) -> Path | None:
+    """Find the best checkpoint of an experiment, by the metric that its newest run ranked its checkpoints by.
+
+    It is the one that the newest checkpoint below the directory names, if that can be loaded; that of an older one if
+    not; or None if none names any.
+    """
+    for path in _newest_first(Path(directory).rglob(f"*{SUFFIX}")):
+        for state in ((_good(path) or {}).get("callbacks") or {}).values():
+            if isinstance(state, dict) and state.get("best_model_score") is not None and state.get("best_model_path"):
+                named = Path(state["best_model_path"])
+                candidates = (path.with_name(named.name), named)  # beside it, if the run's directory was moved
+                if best := next((file for file in candidates if file.is_file() and is_good(file)), None):
+                    return best
+    return None
+
+
+def good_or_newest(path: str | Path) -> Path:
+    """Choose the checkpoint to resume from: a path, or, with a warning, the newest valid one beside a damaged one.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint.
+    """
+    beside = _newest_first(Path(path).parent.glob(f"*{SUFFIX}"))  # subdirectories belong to other runs
+    newest = next(filter(is_good, [Path(path), *beside]), None)
+    if newest is None:
+        raise CheckpointError(f"The checkpoint {path} can't be used, and its directory has no other valid checkpoint.")
+    if newest != Path(path):
+        logger.warning("Instead of %s, training continues from %s.", path, newest)
+    return newest

@@ -13,16 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytorch_lightning as pl
+from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
+from ...strategies.core.patching import replaced
 from .checkpoint_io import VerifiedCheckpointIO
-from .file_io import is_good, read, remove_leftovers, write
+from .file_io import CheckpointError, is_good, read, remove_leftovers, write
 
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")
 NAME = "snapshot.ckpt"
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -32,18 +33,11 @@ def directory_in_memory(dirpath: str | Path) -> Path:
     return MEMORY / f"evener-{os.getuid()}-{digest}"
 
 
-def _is_own(path: Path, make: bool = False) -> bool:
-    """Whether a directory in memory is this user's alone, so that no path through it leads to what others put there.
-
-    It is in `MEMORY`, in which anybody may make files, but not replace those of others.
-    """
-    if make:
-        with suppress(OSError):  # it is there, or nobody may make it
-            path.mkdir(0o700)
+def _is_own(path: Path) -> bool:
+    """Whether a directory in memory, where anybody may make files, is there and this user's alone."""
     with suppress(OSError):
-        found, above = path.lstat(), MEMORY.stat()
-        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS
-        if own and (above.st_mode & stat.S_ISVTX or not above.st_mode & _OTHERS_WRITE):
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS:
             return True
         logger.warning("%s is passed over: it belongs to another user, or is open to others.", path)
     return False
@@ -62,11 +56,8 @@ def move_to_disk(dirpath: str | Path | None) -> Path | None:
     path = saved_in_memory(dirpath)
     if dirpath is None or path is None:
         return None
-    on_disk = Path(dirpath) / NAME
-    on_disk.parent.mkdir(parents=True, exist_ok=True)
-    times = path.stat().st_mtime_ns
-    good = is_good(path)
-    if good:
+    on_disk, times = Path(dirpath) / NAME, path.stat().st_mtime_ns
+    if good := is_good(path):
         write(read(path), on_disk)
         os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
     discard(dirpath)
@@ -82,32 +73,27 @@ def discard(dirpath: str | Path) -> None:
 class MemorySnapshots(VerifiedCheckpointIO):
     """Takes snapshots of a run on one machine in the background, each in the place of the one before.
 
-    Args:
-        every_n_steps: number of optimizer steps between two.
-        dirpath: the directory of the run's checkpoints.
-
     Raises:
         ConfigError: this machine has no such memory, or another user has taken the place.
     """
 
     def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
-        super().__init__(background=True, on_error="warn")
-        self.every_n_steps = every_n_steps
-        self.dirpath = dirpath
-        self.due = False
-        self._last_step = -1
-        directory = self._directory = directory_in_memory(dirpath)
+        super().__init__(background=True)
+        self.every_n_steps, self.dirpath, self.due, self._last_step = every_n_steps, dirpath, False, -1
+        self._directory = directory_in_memory(dirpath)
         if not MEMORY.is_dir():
             raise ConfigError(
                 f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
                 "Set it to null, and save more often (every_n_steps)."
             )
-        if not _is_own(directory, make=True):
+        with suppress(OSError):  # it is there, or nobody may make it
+            self._directory.mkdir(0o700)
+        if not _is_own(self._directory):
             raise ConfigError(
-                f"checkpoint: {directory} belongs to another user, or is open to others. Remove it, or set "
+                f"checkpoint: {self._directory} belongs to another user, or is open to others. Remove it, or set "
                 "snapshot_every_n_steps to null."
             )
-        remove_leftovers(directory)
+        remove_leftovers(self._directory)
 
     def mark(self, trainer: pl.Trainer) -> None:
         """Note, after a step, whether a snapshot is due between this batch and the next."""
@@ -117,8 +103,16 @@ class MemorySnapshots(VerifiedCheckpointIO):
     def take(self, trainer: pl.Trainer) -> None:
         """Copy the state of the run to memory. Every rank must call it."""
         self.due, self._last_step = False, trainer.global_step
-        with self.saving(trainer):
+        with replaced(trainer.strategy, "_checkpoint_io", self):
             trainer.save_checkpoint(self._directory / NAME)
+
+    @override
+    def wait(self) -> None:
+        """Wait for the background thread; one that does not fit into the memory is left out."""
+        try:
+            super().wait()
+        except CheckpointError as exc:
+            logger.warning("%s Training continues without it.", exc)
 
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""

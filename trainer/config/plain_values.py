@@ -64,7 +64,7 @@ GONE = {
     "evener.trainer.profiler.ShortProfiler": "Give trainer.profiler=simple.",
     "evener.trainer.profiler.TraceProfiler": "Give trainer.profiler=pytorch, or debug=trace.",
     "evener.trainer.callbacks.ModuleSummary": "Give pytorch_lightning.callbacks.ModelSummary.",
-} | {f"strategy.{name}": advice for name, advice in GONE_OPTIONS.items()}
+} | {f"{group}.{name}": advice for group in ("strategy", "checkpoint") for name, advice in GONE_OPTIONS.items()}
 """Options and classes of earlier versions, and what to do without them."""
 
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ...strategies import ConfigError
-from ..checkpoint.find import find_best, find_newest
+from ..checkpoint.file_io import find_best, find_newest
 
 OF_NAME = {"last": find_newest, "best": find_best}
 """How the checkpoint is found for the values of `resume` that search the runs of a name."""

@@ -31,7 +31,7 @@ from ...strategies.distributed import survivors
 from ...strategies.distributed.options import UNUSED
 from ...strategies.distributed.process_exit import handled
 from ...strategies.registry import stop_signal_of
-from ..checkpoint.find import find_newest
+from ..checkpoint.file_io import find_newest
 from ..config.checks import strategy_name
 from .result import FAILED, Result, environment
 

@@ -26,7 +26,7 @@ from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint import Checkpoint
-from ..checkpoint.find import find_newest, good_or_newest
+from ..checkpoint.file_io import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
 from ..loggers.tensorboard import TensorBoardLogger, hyperparameters, in_order

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
 from evener.trainer.checkpoint import Checkpoint, snapshots
-from evener.trainer.checkpoint.file_io import CheckpointError, read
-from evener.trainer.checkpoint.find import find_newest
+from evener.trainer.checkpoint.file_io import CheckpointError, find_newest, read
 from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
 
 pytestmark = pytest.mark.skipif(not snapshots.MEMORY.is_dir(), reason="this system has no /dev/shm")
