@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from evener.trainer.launch import worker
+from evener.trainer.launch import launcher
 
 
 class Told(pl.LightningModule):
@@ -162,14 +162,14 @@ os.register_at_fork(after_in_child=lambda: interrupt_command("while ranks start"
 def interrupt_before_log() -> None:
     """Have a forked rank interrupt the command when it has begun, and has no log yet."""
     if os.environ.get("INTERRUPTED") == "while ranks begin":
-        make_run = worker.Run
+        make_run = launcher.Run
 
         def wait(*args: Any) -> Any:
             interrupt_command("while ranks begin")
             time.sleep(2)
             return make_run(*args)
 
-        vars(worker)["Run"] = wait
+        vars(launcher)["Run"] = wait
 
 
 os.register_at_fork(after_in_child=interrupt_before_log)

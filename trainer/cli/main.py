@@ -27,7 +27,7 @@ from ...strategies.core.errors import ConfigError
 from ..config.group_files import Source
 from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
 from ..job.result import WorkerError
-from ..launch.environment import detect_launcher, environment
+from ..launch.cluster import detect_launcher, environment
 from ..study.sweep import show_unfinished
 from ._sentences import composition_sentence
 

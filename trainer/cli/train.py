@@ -22,7 +22,7 @@ from ..job.earlier_run import module_of_run
 from ..job.result import DIVERGED, Result, show_summary
 from ..job.run import Run
 from ..launch import cluster
-from ..launch.environment import detect_launcher
+from ..launch.cluster import detect_launcher
 from ..launch.launcher import launch
 from ._sentences import composition_sentence, incomplete
 
@@ -37,9 +37,7 @@ def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> 
     rank = started_by.global_rank()
     try:
         if rank == 0:
-            sys.argv[1:] = cluster.resolved_words(sys.argv[1:], started_by)
-            if run_dir := cluster.earlier_run_dir(started_by):
-                sys.argv.append(f"hydra.run.dir={run_dir}")
+            sys.argv[1:] = cluster.words_of_rank_0(sys.argv[1:], started_by)
             run_hydra()
         else:
             while (cfg := cluster.receive(started_by)) is not None:

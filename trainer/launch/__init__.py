@@ -1,5 +1,5 @@
 """Start the processes of a run, or detect that a launcher has started them.
 
-Exports: launcher, environment, cluster, worker.
+Exports: launcher, cluster.
 May import: job, config.
 """

@@ -1,7 +1,7 @@
-"""Share rank 0's configuration with the other ranks under a launcher (torchrun, SLURM, MPI, Kubeflow).
+"""Find out who started this process, and share rank 0's configuration with the other ranks under a launcher.
 
-Every rank gets the same resolved configuration and run directory, in every job of a sweep. Hydra runs only on rank 0,
-and a restarted run continues in its previous directory.
+Every rank of torchrun, SLURM, MPI or Kubeflow gets the same resolved configuration and run directory, in every job of a
+sweep. Hydra runs only on rank 0, and a restarted run continues in its previous directory.
 
 Machines may join and leave a run: `torchrun --nnodes=1:4 ... train.py num_nodes=1:4`. torch's agents stop all workers
 then, and start them anew with the machines that are there. To the workers that is another run, so here it becomes the
@@ -11,22 +11,21 @@ same one: its directory is named after the rendezvous, and it goes on from the n
 import os
 import re
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
-from torch.distributed import DistNetworkError, PrefixStore, Store
 
-from ...strategies import ConfigError
-from ...strategies.distributed.store import (
-    RankError,
-    base_store,
-    is_hosted_by_agent,
-    leave_store,
-    root_store,
-    silence,
-)
+from ...strategies.core.errors import ConfigError
+
+if TYPE_CHECKING:  # what needs torch is imported where a launcher has been found
+    from pytorch_lightning.plugins.environments import ClusterEnvironment
+
+LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI",
+)  # fmt: skip
+"""How the names of environment variables begin that launchers set; Kubernetes sets its own in every pod."""
 
 START_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the rendezvous store."""
@@ -36,18 +35,55 @@ POLL_S = 0.05
 _num_jobs = 0
 
 
-def publish(cluster: ClusterEnvironment, cfg: DictConfig) -> None:
+def detect_launcher() -> "ClusterEnvironment | None":
+    """Detect the launcher that started this process as one of several; None if there is none."""
+    if not any(name.startswith(LAUNCHER_VARIABLES) for name in os.environ):
+        return None
+    from pytorch_lightning.plugins import environments
+
+    from ...strategies.distributed.environment import kubeflow
+
+    kinds = (environments.TorchElasticEnvironment, environments.SLURMEnvironment, environments.MPIEnvironment)
+    return next((kind() for kind in kinds if kind.detect()), None) or kubeflow()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Set environment variables inside the block."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _jobs(cluster: "ClusterEnvironment", of_all_attempts: bool = False) -> Any:
+    """What rank 0 hands out, of this attempt; or what survives a restart if the launcher hosts the store."""
+    from ...strategies.distributed import store
+
+    open_store, name = (store.base_store, "evener/runs") if of_all_attempts else (store.root_store, "jobs")
+    return store.PrefixStore(name, open_store(cluster, START_TIMEOUT_S))
+
+
+def publish(cluster: "ClusterEnvironment", cfg: DictConfig) -> None:
     """Send a job's resolved configuration to the other ranks."""
     global _num_jobs
     if cluster.world_size() > 1:
         _jobs(cluster).set(f"job/{_num_jobs}", OmegaConf.to_yaml(cfg, resolve=True))
         if _num_jobs == 0:
-            _runs(cluster).set("run_dir", str(cfg.run_dir))
+            _jobs(cluster, of_all_attempts=True).set("run_dir", str(cfg.run_dir))
         _num_jobs += 1
 
 
-def receive(cluster: ClusterEnvironment) -> DictConfig | None:
+def receive(cluster: "ClusterEnvironment") -> DictConfig | None:
     """Wait for the next job's configuration; None if there are no more jobs, a RankError if rank 0 has exited."""
+    from torch.distributed import DistNetworkError
+
+    from ...strategies.distributed.store import RankError, silence
+
     global _num_jobs
     store = _jobs(cluster)
     try:
@@ -58,45 +94,36 @@ def receive(cluster: ClusterEnvironment) -> DictConfig | None:
         gone = "rank 0 exited before it sent the configuration. See its output."
         raise RankError(silence(exc) or gone) from exc
     _num_jobs += 1
-    if not text:
-        return None
-    return cast("DictConfig", OmegaConf.create(text))
+    return cast("DictConfig", OmegaConf.create(text)) if text else None
 
 
-def leave(cluster: ClusterEnvironment) -> None:
+def leave(cluster: "ClusterEnvironment") -> None:
     """Say that there are no more jobs (rank 0), or that this rank needs the store no longer; a rank's last call."""
+    from ...strategies.distributed.store import leave_store
+
     if cluster.world_size() > 1:
         if cluster.global_rank() == 0:
             _jobs(cluster).set(f"job/{_num_jobs}", "")
         leave_store()
 
 
-def _jobs(cluster: ClusterEnvironment) -> Store:
-    """What rank 0 hands out, of this attempt."""
-    return PrefixStore("jobs", root_store(cluster, START_TIMEOUT_S))
+def words_of_rank_0(words: Sequence[str], cluster: "ClusterEnvironment") -> list[str]:
+    """The command line, of a run that was restarted with its directory."""
+    words = resolved_words(words, cluster)
+    is_restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if is_restarted and (runs := _jobs(cluster, of_all_attempts=True)).check(["run_dir"]):
+        words.append(f"hydra.run.dir={runs.get('run_dir').decode()}")
+    return words
 
 
-def earlier_run_dir(cluster: ClusterEnvironment) -> str | None:
-    """The directory of this run before it was restarted; None at its first start."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return None
-    runs = _runs(cluster)
-    return runs.get("run_dir").decode() if runs.check(["run_dir"]) else None
-
-
-def _runs(cluster: ClusterEnvironment) -> Store:
-    """The entries that survive a restart if the launcher hosts the store."""
-    return PrefixStore("evener/runs", base_store(cluster, START_TIMEOUT_S))
-
-
-_RANGE = re.compile(r"num_nodes=['\"]?(\d+):(\d+)['\"]?")
-_DIRECTORY = "${log_dir}/${name}/${hydra:runtime.choices.strategy}"
-
-
-def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[str]:
+def resolved_words(words: Sequence[str], cluster: "ClusterEnvironment") -> list[str]:
     """Replace a range of machines by their present number, the run's directory and `resume=auto`."""
-    found = next((match for match in map(_RANGE.fullmatch, words) if match), None)
-    if found is None:
+    from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+
+    from ...strategies.distributed.store import is_hosted_by_agent
+
+    matches = (re.fullmatch(r"num_nodes=['\"]?(\d+):(\d+)['\"]?", word) for word in words)
+    if (found := next(filter(None, matches), None)) is None:
         return list(words)
     least, most = map(int, found.groups())
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -121,5 +148,5 @@ def resolved_words(words: Sequence[str], cluster: ClusterEnvironment) -> list[st
     kept = [f"num_nodes={num_nodes}" if word == found[0] else word for word in words]
     if not any(word.startswith("hydra.run.dir=") for word in words):
         run_id = re.sub(r"[^A-Za-z0-9_-]+", "_", os.environ.get("TORCHELASTIC_RUN_ID", "none"))
-        kept.append(f"hydra.run.dir={_DIRECTORY}/{run_id}")
+        kept.append(f"hydra.run.dir=${{log_dir}}/${{name}}/${{hydra:runtime.choices.strategy}}/{run_id}")
     return [*kept, "resume=auto"]

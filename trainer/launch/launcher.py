@@ -3,39 +3,57 @@
 Workers are started anew after a failure; why a run has failed is reported.
 """
 
+import errno
+import faulthandler
+import fcntl
 import logging
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+import time
+import traceback
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
+import numpy
+import torch
 from omegaconf import DictConfig
 from typing_extensions import override
 
 from ...strategies import ConfigError
-from ...strategies.core.files import scratch_directory
-from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests, handled
+from ...strategies.distributed import process_exit, survivors
+from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests
 from ...strategies.distributed.processes import Process, RankProcesses, status_of
-from ...strategies.distributed.store import hosted_store
-from ...strategies.distributed.survivors import Agent, Board
+from ...strategies.distributed.store import hosted_store, leave_store
+from ...strategies.distributed.survivors import Agent, Board, Survivor
 from ..config.checks import LaunchPlan, strategy_name
-from ..job.log_file import Interrupted, loss, report, run_log, tell_stop
+from ..job.log_file import Interrupted, graceful_stop, loss, report, run_log, tell_stop
 from ..job.result import Result, WorkerError, discard_result
 from ..job.run import Run, keep_snapshot
-from . import cluster, worker
-from .environment import detect_launcher, environment, locked
-from .worker import ENDED_FILE, starting
+from . import cluster
+from .cluster import detect_launcher, environment
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+"""The file in a run directory that says who uses it."""
+
+END_S = 30.0
+"""Seconds that the others have to end after a worker has failed."""
 
 
 def launch(cfg: DictConfig) -> Result:
     """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote.
 
     Raises:
-        WorkerError: a worker failed, with its rank and traceback.
+        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed; with its rank and traceback.
     """
     started_by = detect_launcher()
     rank = started_by.global_rank() if started_by else 0
@@ -43,7 +61,7 @@ def launch(cfg: DictConfig) -> Result:
         plan = LaunchPlan.of(cfg)
         verify_processes(cfg, plan.num_processes, started_by.world_size() if started_by else None)
         if cfg.launcher.get("survive", False):
-            verify_survive(cfg, plan, "a cluster's launcher" if started_by else "")
+            verify_survive(cfg, plan, started_by is not None)
         if rank == 0:
             discard_result(cfg.run_dir)
         if started_by:
@@ -53,7 +71,37 @@ def launch(cfg: DictConfig) -> Result:
         if plan.num_processes is None:
             return Run(cfg).execute()
         with run_log(cfg.run_dir):
-            return launch_workers(cfg, plan)
+            try:
+                launch_workers(cfg, plan)
+                return Result.read(cfg.run_dir)
+            finally:
+                keep_snapshot(cfg)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Generator[None]:
+    """Have the run directory to oneself inside the block. The system releases it with the process, however that ends.
+
+    Raises:
+        ConfigError: another command has it.
+    """
+    with (path := run_dir.absolute() / LOCK_FILE).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:  # also of a file system without locks
+            if exc.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise ConfigError(
+                    f"run_dir={run_dir} is in use by {file.read() or 'another command'}. Wait for its end, or give "
+                    "another directory (hydra.run.dir)."
+                ) from exc
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def verify_processes(cfg: DictConfig, on_node: int | None, started: int | None) -> None:
@@ -64,62 +112,29 @@ def verify_processes(cfg: DictConfig, on_node: int | None, started: int | None) 
             f"The launcher started {started} processes, but the strategy needs {needed} ({on_node or 1} on each of "
             f"{num_nodes} nodes). Change devices and num_nodes, or the number of processes."
         )
-    if started or num_nodes == 1:
-        return
-    if on_node is None:
+    if not started and num_nodes > 1 and on_node is None:
         raise ConfigError(
             f"num_nodes must be 1 for a strategy of one process; got num_nodes={num_nodes}. Set num_nodes=1, or choose "
             "a strategy of several processes, such as strategy=ddp."
         )
-    raise ConfigError(
-        f"num_nodes={num_nodes} needs an external launcher to start processes on other machines. Run on each machine: "
-        f"torchrun --nnodes={num_nodes} --nproc-per-node={on_node} train.py ..."
-    )
-
-
-def verify_survive(cfg: DictConfig, plan: LaunchPlan, launcher: str) -> None:
-    """Refuse `launcher.survive` where ranks can't go on without one that has died; `launcher` has started this one."""
-    name, spares = strategy_name(cfg), cfg.get("launcher", {}).get("spares", 0)
-    options = {key: value for key, value in cfg.strategy.items() if key in _ALONE and value != _ALONE[key]}
-    if name == "ddp" and cfg.strategy.get("batch_size_is", "per_device") != "global":
-        options["batch_size_is"] = cfg.strategy.get("batch_size_is", "per_device")
-    found = (
-        launcher
-        or (f"strategy={name}" if name not in ("ddp", "balanced_ddp") else "")
-        or ("" if can_fork(plan) else f"devices={', '.join(sorted({device.type for device in plan.devices}))}")
-        or next((f"strategy.{key}={value}" for key, value in options.items()), "")
-    )
-    if spares:
-        raise ConfigError(f"launcher.spares={spares} is no longer there. Leave it out: the remaining ranks go on.")
-    if found:
+    if not started and num_nodes > 1:
         raise ConfigError(
-            "launcher.survive=true needs strategy=ddp with strategy.batch_size_is=global, or balanced_ddp, on the CPUs "
-            f"of one Linux machine, started by train.py; got {found}. Set launcher.survive=false; "
-            "launcher.max_restarts starts all ranks anew."
+            f"num_nodes={num_nodes} needs an external launcher to start processes on other machines. Run on each "
+            f"machine: torchrun --nnodes={num_nodes} --nproc-per-node={on_node} train.py ..."
         )
 
 
-_ALONE = {"devices_per_process": 1, "shard_optimizer": False, "compression": None, "global_view": "auto"}
-"""Options of strategies with which ranks go on without one that has died."""
-
-logger = logging.getLogger(__name__)
-
-END_S = 30.0
-"""Seconds that the others have to end after a worker has failed."""
-
-
-def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> Result:
-    """Start one worker per process, and wait for the result.
-
-    Raises:
-        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed.
-    """
-    assert plan.num_processes is not None
-    try:
-        run_workers(cfg, plan.num_processes, can_fork(plan))
-        return Result.read(cfg.run_dir)
-    finally:
-        keep_snapshot(cfg)
+def verify_survive(cfg: DictConfig, plan: LaunchPlan, is_rank: bool) -> None:
+    """Refuse `launcher.survive` where ranks can't go on without one that has died."""
+    name, batch_size_is = strategy_name(cfg), cfg.strategy.get("batch_size_is", "per_device")
+    needed = {"devices_per_process": 1, "shard_optimizer": False, "compression": None, "global_view": "auto"}
+    is_apt = name == "balanced_ddp" or (name == "ddp" and batch_size_is == "global")
+    if is_rank or not is_apt or not can_fork(plan) or any(cfg.strategy.get(k, v) != v for k, v in needed.items()):
+        raise ConfigError(
+            "launcher.survive=true needs strategy=ddp with strategy.batch_size_is=global, or balanced_ddp, one device "
+            "per process, no shard_optimizer, compression or global_view, and the CPUs of one Linux machine, on which "
+            "train.py starts the ranks. Set launcher.survive=false; launcher.max_restarts starts all ranks anew."
+        )
 
 
 def can_fork(plan: LaunchPlan) -> bool:
@@ -130,16 +145,17 @@ def can_fork(plan: LaunchPlan) -> bool:
     return sys.platform == "linux" and all(device.type == "cpu" for device in plan.devices)
 
 
-def run_workers(cfg: DictConfig, num_processes: int, forks: bool) -> None:
-    """Run the workers, or raise what ended them if that is not their work."""
-    threads = max(1, (os.cpu_count() or 1) // num_processes)
+def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> None:
+    """Start one worker per process, and wait for them, or raise what ended them if that is not their work."""
+    assert plan.num_processes is not None
+    threads = max(1, (os.cpu_count() or 1) // plan.num_processes)
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),  # as under torchrun
     }
-    with scratch_directory() as scratch, environment(variables):
-        workers = Workers(cfg, num_processes, scratch, forks)
-        with handled(workers.hear) as workers.requests:
+    with environment(variables):
+        workers = Workers(cfg, plan.num_processes, can_fork(plan))
+        with process_exit.handled(workers.hear) as workers.requests:
             failed = workers.run()
         if workers.requests.signum is not None:
             raise stopped(workers, cfg, signal.Signals(workers.requests.signum))
@@ -148,19 +164,16 @@ def run_workers(cfg: DictConfig, num_processes: int, forks: bool) -> None:
 
 
 class Workers(RankProcesses):
-    """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once.
+    """The workers of a run: the first signal to this process stops them, and Ctrl-C after it ends them at once."""
 
-    Args:
-        scratch: a directory for what they leave, in a `folder` for each `attempt` to start all, from 0.
-        forks: whether they are forked from this process.
-    """
-
-    def __init__(self, cfg: DictConfig, num_processes: int, scratch: Path, forks: bool) -> None:
+    def __init__(self, cfg: DictConfig, num_processes: int, forks: bool) -> None:
         super().__init__(cfg.launcher.monitor_interval_s, END_S)
-        self.num_processes, self.folder, self.attempt = num_processes, scratch, 0
+        self.num_processes, self.attempt = num_processes, 0
         self.requests = StopRequests()
         self.ended_at_once = False
-        self._cfg, self._scratch, self._forks = cfg, scratch, forks
+        self.in_order: Any = bytes(num_processes)
+        """Of each rank of this attempt whether it has ended in order, and not by a signal or `os._exit`."""
+        self._cfg, self._forks = cfg, forks
         self._agent: Agent | None = None
 
     def run(self) -> int | None:
@@ -171,8 +184,6 @@ class Workers(RankProcesses):
             if attempt > 0 and (told := Result.of_failure(self._cfg.run_dir)):
                 sys.stderr.write(f"rank {told.failed_rank} failed: {told.told}\n")
             discard_result(self._cfg.run_dir)  # in which ranks see who was the first to fail
-            self.folder = self._scratch / str(attempt)
-            self.folder.mkdir()
             with hosted_store() as place:
                 if self._cfg.launcher.get("survive", False):
                     self._agent = Agent(Board(self.num_processes))
@@ -196,14 +207,15 @@ class Workers(RankProcesses):
         }  # fmt: skip
         variables = {**place, **{name: str(value) for name, value in ranks.items()}}
         self.processes, self._deadline_s = [], math.inf
+        board = None if self._agent is None else self._agent.board
         # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
         try:
             with starting(self._forks) as context:
+                self.in_order = context.RawArray("b", self.num_processes)
                 for rank in map(str, range(self.num_processes)):
                     own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-                    arguments = (self._cfg, self.folder, own, None if self._agent is None else self._agent.board)
-                    process = context.Process(target=worker.run, args=arguments)
+                    process = context.Process(target=run_worker, args=(self._cfg, own, self.in_order, board))
                     process.start()
                     self.processes.append(process)
         finally:
@@ -217,7 +229,7 @@ class Workers(RankProcesses):
         failed = [rank for rank, status in enumerate(statuses) if status]
         if agent is not None:  # the others may go on without one that was killed
             failed = [rank for rank in failed if (statuses[rank] or 0) > 0 or not agent.lose(rank, statuses)]
-        return min(failed, key=self.has_ended, default=None)
+        return min(failed, key=lambda rank: self.in_order[rank], default=None)
 
     @override
     def _can_lose(self, rank: int) -> bool:
@@ -233,14 +245,10 @@ class Workers(RankProcesses):
             self._agent.wait(pids, self._poll_s)
 
     @property
-    def first(self) -> int:
-        """The first of the ranks that have not been killed while the others went on."""
+    def has_begun(self) -> bool:
+        """Whether the first of the ranks that have not been killed while the others went on has told how it ended."""
         dead = [] if self._agent is None else self._agent.dead
-        return next(rank for rank in range(self.num_processes) if rank not in dead)
-
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank has ended in order, and not by a signal or `os._exit`."""
-        return (self.folder / ENDED_FILE.format(rank)).exists()
+        return bool(next(told for rank, told in enumerate(self.in_order) if rank not in dead))
 
     def hear(self, at_once: bool, signum: int, _: FrameType | None) -> None:
         """Pass a signal on."""
@@ -258,7 +266,7 @@ def is_stop(status: int | None) -> bool:
 
 def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseException:
     """Tell how a signal to this process has ended the workers: in order, at once, or too late to save."""
-    ended = Interrupted(signum, begun=workers.has_ended(workers.first))  # it has told the rest
+    ended = Interrupted(signum, begun=workers.has_begun)  # it has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
     elif not ended.begun and (status_of(workers.processes[0]) or 0) < 0:  # rank 0 was killed
@@ -281,7 +289,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     if is_stop(status):
         return Interrupted(status - 128)
     told = Result.of_failure(cfg.run_dir)
-    if told is None or not workers.has_ended(rank):
+    if told is None or not workers.in_order[rank]:
         how = f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
         reason = f"{how} (process {process.pid})"
         report(cfg, rank, workers.num_processes, reason, workers.attempt)
@@ -290,3 +298,72 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
         return ConfigError(told.told)
     own = status_of(workers.processes[first := told.failed_rank or 0]) or 0  # another's may have been seen first
     return WorkerError(f"rank {first} failed: {told.told}", told.trace, first, own if own > 0 else status)
+
+
+@contextmanager
+def starting(forks: bool) -> Generator[ForkContext | SpawnContext]:
+    """Start processes inside the block by what it yields: forked from this one, or with Python anew.
+
+    A new Python does not run the user's script, whose classes can't be named in a configuration.
+    """
+    if forks:
+        with process_exit.forking():
+            yield multiprocessing.get_context("fork")
+        return
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield multiprocessing.get_context("spawn")
+    finally:
+        sys.modules["__main__"] = script
+
+
+def begin() -> None:
+    """Make a process that `starting` has started independent of the command's log and signals, but end with it."""
+    for signum in ASK_TO_STOP:  # the command passes signals on
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    faulthandler.enable()  # Python's stack on a crash in native code
+    process_exit.die_with_starter()
+    logging.getLogger().handlers.clear()  # the command's
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    numpy.random.seed()  # without a seed each process draws its own numbers
+
+
+def run_worker(cfg: DictConfig, variables: dict[str, str], in_order: Any, board: Board | None) -> None:
+    """Run one rank in a process of its own, which ends with the rank's status."""
+    os.environ.update(variables)
+    begin()
+    for signum in ASK_TO_STOP:  # they are blocked until it stops in order, and may come when it has ended
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda number, frame: None)
+    if board is not None:
+        survivors.own = Survivor(board, int(os.environ["RANK"]))
+    status = exit_status(cfg, in_order)
+    if isinstance(multiprocessing.current_process(), SpawnProcess):
+        process_exit.end_process(status)
+    leave_store()
+    sys.exit(status)
+
+
+def exit_status(cfg: DictConfig, in_order: Any) -> int:
+    """Run one rank; return the status of a script that ends the same way, not 0 if the user's code has ended it."""
+    rank, tells = int(os.environ["RANK"]), True
+    with graceful_stop():
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
+            process_exit.leave_in_time(cfg.launcher.shutdown_timeout_s)
+            Run(cfg, rank, int(os.environ["WORLD_SIZE"])).execute()
+        except Interrupted as exc:
+            tells = exc.begun or exc.told  # else it had no log yet: the command tells it
+            return 128 + exc.signum
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except Exception as exc:  # noqa: BLE001  # reported already
+            if Result.of_failure(cfg.run_dir) is None:  # the disk is full
+                traceback.print_exc()
+            return exc.status if isinstance(exc, WorkerError) else 1
+        finally:
+            in_order[rank] = tells
+        return 0

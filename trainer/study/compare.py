@@ -32,8 +32,7 @@ from ..config.checks import QUIET, LaunchPlan, plain, verify_config
 from ..config.group_files import PACKAGE
 from ..job.log_file import run_log
 from ..job.result import FAILED, RESULT_FILE, Result, discard_result, new_table, print_table, short_path, write_json
-from ..launch.launcher import can_fork, launch
-from ..launch.worker import begin, starting
+from ..launch.launcher import begin, can_fork, launch, starting
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pytest
 
 from evener.trainer.cli import train as command
 from evener.trainer.cli.main import main
-from evener.trainer.launch.environment import LAUNCHER_VARIABLES
+from evener.trainer.launch.cluster import LAUNCHER_VARIABLES
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """

@@ -13,7 +13,7 @@ from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.launch import launcher as launch
-from evener.trainer.launch.environment import detect_launcher
+from evener.trainer.launch.cluster import detect_launcher
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2",

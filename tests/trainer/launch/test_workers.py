@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from evener.strategies.core import files
 from evener.strategies.distributed.process_exit import is_frozen
 from evener.trainer.cli.main import main
 from evener.trainer.launch import launcher
@@ -35,10 +34,10 @@ def frozen() -> Iterator[BaseProcess]:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_frozen_worker_is_killed(frozen: BaseProcess, max_restarts: int, tmp_path: Path) -> None:
+def test_a_frozen_worker_is_killed(frozen: BaseProcess, max_restarts: int) -> None:
     # where all may be started again, the others waited for it as long as for a network, strategy.timeout_s
     launcher = {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": max_restarts}
-    workers = Workers(OmegaConf.create({"launcher": launcher}), 1, tmp_path, forks=True)
+    workers = Workers(OmegaConf.create({"launcher": launcher}), 1, forks=True)
     workers.processes.append(frozen)
     if not max_restarts:
         workers.end(signal.SIGTERM, 60)
@@ -46,21 +45,16 @@ def test_a_frozen_worker_is_killed(frozen: BaseProcess, max_restarts: int, tmp_p
     assert frozen.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("moment", ["while what is lost is found out", "while the directory is removed"])
 def test_a_second_ctrl_c_ends_the_command_quietly(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The traceback of tempfile, whose clean-up was interrupted.
     def interrupted(*_: Any, **__: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
     # workers that have ended after a first Ctrl-C
     heard = {"signum": signal.SIGINT, "since_s": inf}
     monkeypatch.setattr(Workers, "run", lambda workers: vars(workers.requests).update(heard))
-    if moment == "while the directory is removed":
-        monkeypatch.setattr(files.shutil, "rmtree", interrupted)
-    else:
-        monkeypatch.setattr(launcher, "stopped", interrupted)
+    monkeypatch.setattr(launcher, "stopped", interrupted)
     words = ["strategy=ddp", "devices=2", "accelerator=cpu", f"log_dir={tmp_path}/logs"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     monkeypatch.chdir(tmp_path)
