@@ -23,9 +23,8 @@ from ...distributed.same_weights import verify_same_layout
 from ...sharding.whole import broadcast_together
 from ..gradient_sync import GradientSync
 from ..shard_sync import ShardSync
-from . import elementwise, layout, sums
-from .exchange import Exchange
-from .rows import Rows, gathered, register, rows_of
+from .rows import Exchange, Rows, gathered, register, rows_of
+from .rules import ELEMENTWISE, PRODUCTS, VIEWS
 
 if TYPE_CHECKING:
     from ..strategy import RankStrategy
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 25 * 2**20
 """Of gradients that are sent together."""
 
-register({**elementwise.RULES, **layout.RULES, **sums.RULES})
+register({**ELEMENTWISE, **VIEWS, **PRODUCTS})
 
 
 class _Whole(GradientSync):

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from evener.strategies.ranks.global_view import view  # noqa: F401  # registers the rules
-from evener.strategies.ranks.global_view.exchange import Exchange
-from evener.strategies.ranks.global_view.rows import Rows, gathered, rows_of
+from evener.strategies.ranks.global_view.rows import Exchange, Rows, gathered, rows_of
 
 SOME = ["add", "mean", "var", "corrcoef", "roll", "sort", "cumsum", "matmul", "index_select", "masked_select", "short",
         "squeeze", "split_with_sizes", "split", "bernoulli", "nn.functional.embedding",
