@@ -5,10 +5,9 @@ from .core.lightning_names import unify, verify_version
 unify()  # before anything imports Lightning
 verify_version()  # before anything derives from its classes
 
-from .balanced_ddp import BalancedDDPStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .core.errors import ConfigError
-from .ddp import DDPStrategy
+from .ddp import BalancedDDPStrategy, DDPStrategy
 from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy

@@ -1,7 +1,6 @@
 """Data parallelism with unequal chunks: a small one for the first device, weighted, or measured."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import WarningCache
@@ -9,16 +8,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from .balance.controller import BalanceController, Hysteresis
-from .balance.ranks import log_shares
-from .batch.policies import FirstChunk, Policy, Weighted
-from .core.devices import peak_memory_bytes
+from .balance.ranks import Weights, log_shares
+from .batch.policies import FirstChunk, Weighted
 from .core.errors import ConfigError
 from .core.options import Advice, Natural, checked
 from .dp import DataParallelStrategy
 from .replicas.layout import Measurement, ReplicaLayout
-
-Auto: TypeAlias = Literal["auto"]
-"""Value of an option that is found by measuring."""
 
 FIRST_STEPS, THEN_EVERY = 48, 10
 """Number of first steps that are measured; then one step in as many."""
@@ -47,7 +42,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     def __init__(
         self,
         gpu0_chunk: Annotated[Natural | None, Advice("weights=auto measures.")] = None,
-        weights: Sequence[float] | Auto | None = None,
+        weights: Weights | None = None,
         hysteresis: Hysteresis = 0.02,
         **options: Any,
     ) -> None:
@@ -60,18 +55,19 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
         self.controller: BalanceController | None = None
         """Holds measurements and shares; None if nothing is measured."""
         if gpu0_chunk is not None:
-            self._chosen: Policy = FirstChunk(gpu0_chunk)
+            self.policy = FirstChunk(gpu0_chunk)
         elif weights is None or isinstance(weights, str):
-            self._chosen = self.controller = BalanceController(hysteresis)
+            self.policy = self.controller = BalanceController(hysteresis)
         else:
-            self._chosen = Weighted(tuple(weights))
+            self.policy = Weighted(tuple(weights))
         self._pending: Measurement | None = None
         self._num_steps = 0
         self._told = WarningCache()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self.policy = self.make_policy()
+        if self.controller is not None:
+            self.controller.begin(len(self.parallel_devices))
         if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
             rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
         super().setup(trainer)
@@ -91,16 +87,13 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        layout = self.layout
-        if self.controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
+        layout, controller = self.layout, self.controller
+        if controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
             return super().training_step(*args, **kwargs)
         if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
             self._pending = layout.measure()
         self._num_steps += 1
         output = super().training_step(*args, **kwargs)
-        if not layout.cuts_steps and layout.options.submodule is None:  # there is nothing to measure
-            self._pending = None
-            return output
         if layout.has_met:
             self._pending = None
             self._told.info(
@@ -108,20 +101,8 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
                 "that their times can't be measured. Set strategy.weights to give them other shares than now."
             )
         if self._pending is not None and self._pending.is_ready():  # an accelerator may be one step late
-            self.controller.observe(self._pending.sizes, self._pending.seconds())
+            controller.observe(self._pending.sizes, self._pending.seconds())
             self._pending = None
         assert self.lightning_module is not None
-        log_shares(self.lightning_module, self._shown)
+        log_shares(self.lightning_module, controller.metrics)
         return output
-
-    def make_policy(self) -> Policy:
-        """Make the policy of the options for the devices."""
-        if self.controller is not None:
-            self.controller.begin(len(self.parallel_devices))
-        return self._chosen
-
-    def _shown(self) -> dict[str, float]:
-        """What is logged of the measurements."""
-        assert self.controller is not None
-        peaks = {f"balance/peak_bytes_{i}": peak_memory_bytes(device) for i, device in enumerate(self.parallel_devices)}
-        return self.controller.metrics() | {name: float(peak) for name, peak in peaks.items() if peak is not None}

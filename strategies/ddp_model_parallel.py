@@ -5,9 +5,8 @@ from typing import Any, ClassVar
 
 from .balance.controller import Hysteresis
 from .balance.ranks import RankBalance, Weights
-from .balanced_ddp import divided
 from .core.options import Count, checked, hints_of
-from .ddp import DDPStrategy
+from .ddp import DDPStrategy, divided
 from .pipeline.options import StageOptions
 
 

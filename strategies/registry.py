@@ -7,35 +7,24 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
 
-from .balanced_ddp import BalancedDDPStrategy
 from .balanced_dp import BalancedDataParallelStrategy
 from .batch.layout import Layout
 from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
-from .ddp import DDPStrategy
+from .ddp import BalancedDDPStrategy, DDPStrategy
 from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
 from .distributed.scripts.launcher import StartMethod
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
-from .pipeline.recompute import Recompute, RecomputeOption
 from .ranks.strategy import RankStrategy
 from .single_device import SingleDeviceStrategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    cls.strategy_name: cls
-    for cls in (
-        SingleDeviceStrategy,
-        DataParallelStrategy,
-        BalancedDataParallelStrategy,
-        ModelParallelStrategy,
-        DDPStrategy,
-        BalancedDDPStrategy,
-        DDPModelParallelStrategy,
-        BalancedDDPModelParallelStrategy,
-        FSDPStrategy,
-    )
-}
+_CLASSES: list[Any] = [
+    SingleDeviceStrategy, DataParallelStrategy, BalancedDataParallelStrategy, ModelParallelStrategy, DDPStrategy,
+    BalancedDDPStrategy, DDPModelParallelStrategy, BalancedDDPModelParallelStrategy, FSDPStrategy,
+]  # fmt: skip
+STRATEGIES: dict[str, type[Strategy]] = {cls.strategy_name: cls for cls in _CLASSES}
 """Strategies of this project by the name that `strategy=` takes."""
 
 _STARTS: Mapping[str, StartMethod | None] = {"": None, "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -56,6 +45,8 @@ for _name, _cls in STRATEGIES.items():
     if _name not in StrategyRegistry:  # a name that Lightning does not have: a stock pl.Trainer takes it too
         StrategyRegistry.register(_name, _cls, description=_cls.__name__)
 
+_OURS = (OneProcessStrategy, RankStrategy)
+
 
 def name_of(strategy: Strategy) -> str:
     """The name that `strategy=` takes, or the class's."""
@@ -64,7 +55,7 @@ def name_of(strategy: Strategy) -> str:
 
 def contract_of(strategy: Strategy) -> StepContract:
     """What the strategy does beside Lightning's part; one that is not of this project adds nothing."""
-    return _of_ours(strategy, "contract") or NothingToDo()
+    return strategy.contract if isinstance(strategy, _OURS) else NothingToDo()
 
 
 def ranks_of(strategy: Strategy) -> RankStrategy | None:
@@ -79,12 +70,12 @@ def processes_of(strategy: Strategy) -> int:
 
 def layout_of(strategy: Strategy) -> Layout | None:
     """How the strategy uses the devices of this process; None if that is not known."""
-    return _of_ours(strategy, "layout")
+    return strategy.layout if isinstance(strategy, _OURS) else None
 
 
 def process_devices(strategy: Strategy) -> list[torch.device]:
     """The devices of this process, the root device first."""
-    return _of_ours(strategy, "process_devices") or [strategy.root_device]
+    return strategy.process_devices if isinstance(strategy, _OURS) else [strategy.root_device]
 
 
 def devices_in_use(strategy: Strategy) -> list[torch.device]:
@@ -107,16 +98,6 @@ def num_processes(strategy: type[Strategy], num_devices: int, options: dict[str,
     return num_devices if issubclass(strategy, ParallelStrategy) else None
 
 
-def recompute_of(strategy: Strategy) -> RecomputeOption:
-    """The parts of the module whose activations the strategy recomputes."""
-    recompute = getattr(strategy, "recompute", None)
-    return recompute.option if isinstance(recompute, Recompute) else "never"
-
-
 def stop_signal_of(strategy: Strategy) -> int | None:
     """The signal by which all ranks have agreed to stop, if any."""
     return strategy.group.stop_signal if isinstance(strategy, RankStrategy) else None
-
-
-def _of_ours(strategy: Strategy, attribute: str) -> Any:
-    return getattr(strategy, attribute) if isinstance(strategy, (OneProcessStrategy, RankStrategy)) else None

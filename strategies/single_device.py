@@ -1,7 +1,6 @@
 """Train on one device in one process: the reference that every other strategy must equal."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -48,29 +47,22 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
                 f"single_device: {len(devices)} devices were given, but it uses exactly one. "
                 "Set devices=1, or choose a strategy that spreads the work, such as strategy=ddp."
             )
-        self._root_device = devices[0]
-        self._given = True
+        self._root_device, self._given = devices[0], True
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self.recompute.begin(trainer)
         super().setup(trainer)
         vars(self).pop("training_step", None)
-        module = trainer.lightning_module
+        module, step = trainer.lightning_module, self.training_step
+
+        def ended_step(*args: Any, **kwargs: Any) -> Any:
+            return ended(module, step(*args, **kwargs))
+
         if hasattr(module, "training_step_end"):  # an attribute, so that loops see nothing to call where none has it
-            vars(self)["training_step"] = partial(_ended_step, self.training_step, module)
+            vars(self)["training_step"] = ended_step
 
     @override
     def teardown(self) -> None:
         self.recompute.end()
         super().teardown()
-
-    @override
-    def setup_environment(self) -> None:
-        assert self._given, "the trainer sets the device when it is constructed"
-        super().setup_environment()
-
-
-def _ended_step(step: Callable[..., Any], module: pl.LightningModule, *args: Any, **kwargs: Any) -> Any:
-    """The training step, and the module's `training_step_end`, as under the strategies that cut a batch."""
-    return ended(module, step(*args, **kwargs))

@@ -97,17 +97,10 @@ class BalanceController(Policy):
         return self.policy.sizes(num_samples, num_parts)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float]) -> bool:
-        """Record a step's measurements, and adopt new shares if they are better by more than the hysteresis.
+        """Record a step's samples and seconds per device, and adopt shares that are better by more than the hysteresis.
 
         Batches smaller than the largest so far, or that leave a device without samples, are ignored: fixed costs weigh
-        more in them.
-
-        Args:
-            sizes: samples per device.
-            seconds: seconds per device.
-
-        Returns:
-            Whether the shares changed.
+        more in them. Returns whether the shares changed.
         """
         self._num_observed += 1
         if self._num_observed <= self.warmup or sum(sizes) < self._full_batch or not all(sizes):
@@ -117,7 +110,24 @@ class BalanceController(Policy):
         common = geometric_mean(time / size for size, time in zip(sizes, self._last_seconds, strict=True))
         for times, size, time in zip(self._times, sizes, self._last_seconds, strict=True):
             times.append((size, time / common))
-        return self._resolve()
+        now = self.sizes(self._full_batch, self.num_devices)
+        measured = [
+            [timed for timed in times if timed[0] == size][-self.window :]
+            for size, times in zip(now, self._times, strict=True)
+        ]
+        if min(map(len, measured)) < self._needed:
+            return False
+        costs = [_fitted(list(times), self.window) for times in self._times]
+        best = solve(self._full_batch, costs)
+        scatter = (_relative_error([time / size for size, time in times]) for times in measured)
+        if largest_time(best, costs) >= (1 - max(self.hysteresis, *scatter)) * largest_time(now, costs):
+            return False
+        # towards the best sizes as far as every device keeps its `LARGEST_CUT`
+        cuts = [old - new for old, new in zip(now, best, strict=True)]
+        way = min([1.0, *((1 - LARGEST_CUT) * old / cut for old, cut in zip(now, cuts, strict=True) if cut > 0)])
+        self._shares = [(old - way * cut) / self._full_batch for old, cut in zip(now, cuts, strict=True)]
+        self._needed = min(self._needed + 2, self.window)
+        return True
 
     def metrics(self) -> dict[str, float]:
         """Share and seconds of each device, and the efficiency, by name in the log."""
@@ -137,31 +147,9 @@ class BalanceController(Policy):
         if shares and all(shares):  # a device without samples can't be measured
             self._shares = shares
 
-    def _resolve(self) -> bool:
-        now = self.sizes(self._full_batch, self.num_devices)
-        measured = [
-            [timed for timed in times if timed[0] == size][-self.window :]
-            for size, times in zip(now, self._times, strict=True)
-        ]
-        if min(map(len, measured)) < self._needed:
-            return False
-        costs = [fitted_times(list(times), self.window) for times in self._times]
-        best = solve(self._full_batch, costs)
-        scatter = (relative_error([time / size for size, time in times]) for times in measured)
-        if largest_time(best, costs) >= (1 - max(self.hysteresis, *scatter)) * largest_time(now, costs):
-            return False
-        self._shares = [size / self._full_batch for size in cautious(now, best)]
-        self._needed = min(self._needed + 2, self.window)
-        return True
 
-
-def fitted_times(times: Sequence[Timed], window: int) -> tuple[float, float]:
-    """Split a device's times into a fixed one per chunk and one per sample.
-
-    Args:
-        times: of its last chunks, the newest last.
-        window: number of chunks of each size that count.
-    """
+def _fitted(times: Sequence[Timed], window: int) -> tuple[float, float]:
+    """Split a device's times, the newest last, into a fixed one per chunk and one per sample."""
     by_size: dict[int, list[float]] = {}
     for size, time in times:
         by_size.setdefault(size, []).append(time)
@@ -175,7 +163,7 @@ def fitted_times(times: Sequence[Timed], window: int) -> tuple[float, float]:
     return points[size] - slope * size, slope
 
 
-def relative_error(values: Sequence[float]) -> float:
+def _relative_error(values: Sequence[float]) -> float:
     """Estimate how far the median of some measurements may be off, relative to it.
 
     Work of other programs comes in bursts, so that nothing is assumed of the distribution: with 99% probability its
@@ -210,19 +198,3 @@ def solve(num_samples: int, costs: Sequence[tuple[float, float]]) -> list[int]:
 def largest_time(sizes: Sequence[int], costs: Sequence[tuple[float, float]]) -> float:
     """The time of the slowest device."""
     return max(fixed + size * per_sample for size, (fixed, per_sample) in zip(sizes, costs, strict=True))
-
-
-def cautious(now: Sequence[int], solved: Sequence[int]) -> list[float]:
-    """Move from one distribution towards another, while every device keeps at least `LARGEST_CUT` of its samples.
-
-    Args:
-        now: current samples per device.
-        solved: target samples per device, from the measurements.
-
-    Returns:
-        Samples per device, not rounded, with the sum of `solved`.
-    """
-    cuts = [old - new for old, new in zip(now, solved, strict=True)]
-    allowed = [(1 - LARGEST_CUT) * old / cut for old, cut in zip(now, cuts, strict=True) if cut > 0]
-    part = min([1.0, *allowed])
-    return [old - part * cut for old, cut in zip(now, cuts, strict=True)]

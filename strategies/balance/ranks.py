@@ -1,7 +1,7 @@
 """Divide every global batch among ranks by fixed or measured shares."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
@@ -18,10 +18,6 @@ FIRST_STEPS, THEN_EVERY = 12, 20
 """Number of first steps that are measured; then one step in as many."""
 
 
-Change: TypeAlias = Callable[[Policy, int], None]
-"""Has global batches divided by another policy, from the one of that number on."""
-
-
 class RankBalance:
     """How ranks share a global batch; with `auto` it measures, and agrees with the other ranks.
 
@@ -34,11 +30,13 @@ class RankBalance:
         self.controller = BalanceController(hysteresis) if isinstance(weights, str) else None
         self._strategy = strategy
         self._weights = None if isinstance(weights, str) else weights
-        self._is_measured = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_measured, self._num_steps = False, 0
         self._span: tuple[Any, Any] | None = None
         """Where the forward pass of the step that is measured begins and ends."""
         self._exchanged: list[list[float]] | None = None
-        self._num_steps = 0
 
     @property
     def policy(self) -> Policy:
@@ -55,34 +53,40 @@ class RankBalance:
 
     def regroup(self, kept: Sequence[int]) -> None:
         """Go on with some of the ranks; measured shares are measured again."""
-        self._is_measured, self._span, self._exchanged, self._num_steps = False, None, None, 0
+        self._forget()
         if self._weights is not None:
             self._weights = [self._weights[rank] for rank in kept]
         self.begin(len(kept))
 
-    def begin_step(self, module: pl.LightningModule, change: Change) -> None:
-        """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step."""
-        controller = self.controller
+    def begin_step(self, module: pl.LightningModule, change: Callable[[Policy, int], None]) -> None:
+        """Adopt what ranks have exchanged, log the shares, and decide whether to measure the step.
+
+        Args:
+            change: has global batches divided by another policy, from the one of that number on.
+        """
+        controller, self._span = self.controller, None
         if controller is None:
             return
-        self._adopt(controller, change)
+        if self._exchanged is not None:  # the controllers of all ranks decide the same
+            nums, seconds, nums_cut = zip(*self._exchanged, strict=True)
+            self._exchanged = None
+            if controller.observe([int(num) for num in nums], seconds):
+                # a sampler cuts at most one more batch between the exchange and here; `change` would detect two
+                change(controller.policy, int(max(nums_cut)) + 2)
         log_shares(module, controller.metrics, rank_zero_only=True)
-        self._span = None
         self._is_measured = self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0
         self._num_steps += 1
 
-    def forward(self, device: torch.device) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self, device: torch.device) -> Generator[None]:
         """Measure the block, which runs the training step on a device, if this step is measured.
 
         It runs inside DDP's wrapper, where nothing waits for other ranks.
         """
-        return self._measured(device) if self._is_measured else nullcontext()
-
-    @contextmanager
-    def _measured(self, device: torch.device) -> Generator[None]:
-        start = time_mark(device)
+        start = time_mark(device) if self._is_measured else None
         yield
-        self._is_measured, self._span = False, (start, time_mark(device))
+        if start is not None:
+            self._is_measured, self._span = False, (start, time_mark(device))
 
     def finish_backward(self, num: float, exchange: Callable[[float, float], list[list[float]]]) -> None:
         """Send this rank's samples and seconds to all ranks, if this step was measured.
@@ -93,16 +97,6 @@ class RankBalance:
         if self._span is not None:
             span, self._span = self._span, None
             self._exchanged = exchange(num, seconds_between(*span))  # on an accelerator this waits for the step
-
-    def _adopt(self, controller: BalanceController, change: Change) -> None:
-        """Pass the exchanged values to the controller, which decides the same on all ranks."""
-        if self._exchanged is None:
-            return
-        nums, seconds, nums_cut = zip(*self._exchanged, strict=True)
-        self._exchanged = None
-        if controller.observe([int(num) for num in nums], seconds):
-            # a sampler cuts at most one more batch between the exchange and here; `change` would detect two
-            change(controller.policy, int(max(nums_cut)) + 2)
 
 
 def log_shares(module: pl.LightningModule, values: Callable[[], Mapping[str, float]], **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -9,7 +10,6 @@ from pytorch_lightning.strategies import Strategy
 from torch import nn
 
 from ...strategies import ConfigError, SingleDeviceStrategy
-from ...strategies.balanced_dp import BalancedDataParallelStrategy
 from ...strategies.batch.policies import Even, Policy
 from ...strategies.core.devices import ALLOWED, accelerator_type, has_streams, num_available, resolve_devices
 from ...strategies.distributed.environment import num_processes
@@ -20,7 +20,7 @@ from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
-from ...strategies.registry import name_of, recompute_of
+from ...strategies.registry import name_of
 from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
 from ...strategies.sharding.sharded_module import ShardOptions
 from ..config.checks import plain
@@ -62,7 +62,9 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
     name, num_devices = name_of(strategy), count_devices(cfg)
     stages = getattr(strategy, "stage_options", None) or StageOptions()
     workspace = workspace_bytes(cfg)
-    spread = Topology(name, num_devices, stages=stages, recompute=recompute_of(strategy), workspace=workspace)
+    recompute: Any = getattr(strategy, "recompute", None)
+    option = "never" if recompute is None else recompute.option
+    spread = Topology(name, num_devices, stages=stages, recompute=option, workspace=workspace)
     if isinstance(strategy, SingleDeviceStrategy):
         strategy.parallel_devices = [strategy.root_device] * num_devices
         return replace(spread, num_devices=1)
@@ -70,9 +72,8 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
         if strategy.replica_options.submodule is not None:
             raise ConfigError(f"mode=plan does not support {name}.submodule. Use mode=compare, which measures.")
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
-        policy = strategy.make_policy() if isinstance(strategy, BalancedDataParallelStrategy) else strategy.policy
-        policy.verify(num_devices, name)
-        return replace(spread, is_replicated=True, policy=policy)
+        strategy.policy.verify(num_devices, name)
+        return replace(spread, is_replicated=True, policy=strategy.policy)
     if isinstance(strategy, ModelParallelStrategy):
         return replace(spread, num_stages=num_devices)
     if not isinstance(strategy, RankStrategy):
