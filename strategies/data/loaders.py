@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from lightning_fabric.utilities.seed import pl_worker_init_function
 from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
@@ -25,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from ..batch.policies import Even, Policy
 from ..batch.structure import BatchStructure
 from ..core.errors import ConfigError
-from .sampling import Agree, Cut, Deal, Divide, RankBatches
+from .sampling import Agree, Deal, Divide, RankBatches
 from .streams import Divided, Lockstep, Stream
 
 LoaderRole: TypeAlias = Literal["train", "evaluate", "predict"]
@@ -35,20 +34,14 @@ Source: TypeAlias = Stream | RankBatches
 
 @dataclass
 class RankLoaders:
-    """Makes this rank's loaders from the user's.
+    """Makes this rank's loaders from the user's; in training a policy divides global batches, evaluation does evenly.
 
     Args:
-        strategy: name that begins messages.
-        batch_size_is: whether a loader's batch is one rank's or the global one.
-        agree: returns rank 0's value on all ranks.
         sum_over_ranks: starts an in-place sum of a small CPU tensor over all ranks.
-        policy: divides a global batch in training; evaluation divides evenly.
         smallest: minimum samples of a rank in training, if it has any.
-        in_step: whether ranks run as many evaluation steps as training steps, those without samples with weight zero.
-        divides: the cuts made for training; their policy may change during training.
+        in_step: whether ranks without samples of an evaluated batch join its step with weight zero.
         joined: ranks that compute a global batch of which each reads all, as if it were the only one.
-        is_whole: whether the first rank takes the batches of loaders of a role whole, see `RankBatches`; as far as is
-            known, unless it looks at the step.
+        is_whole: see `RankBatches`, of loaders of a role; as far as is known, unless it looks at the step.
     """
 
     strategy: str
@@ -90,10 +83,8 @@ class RankLoaders:
             return self._stream(loader, role)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
             return self._keyed(loader, role)
-        if self.batch_size_is == "global":
-            cut = self._divide(role)
-        else:
-            cut = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
+        deal = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
+        cut = self._divide(role) if self.batch_size_is == "global" else deal
         is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
         return self._cut(loader, cut, role == "train" or self.in_step, is_whole)
 
@@ -124,7 +115,7 @@ class RankLoaders:
         return self.divides[-1]
 
     def _cut(
-        self, loader: DataLoader[Any], cut: Cut, joins: bool, is_whole: Callable[[], bool | None] | None = None
+        self, loader: DataLoader[Any], cut: Any, joins: bool, is_whole: Callable[[], bool | None] | None = None
     ) -> DataLoader[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         units = getattr(loader, name)
@@ -177,39 +168,6 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
 def source_of(loader: Any) -> Source | None:
     """What cuts a rank's batches and knows their shares; None if all ranks have the same weight."""
     return loader if isinstance(loader, Stream) else getattr(loader, "rank_batches", None)
-
-
-def unequal_parts(combined: CombinedLoader | None) -> str:
-    """Which step of loaders that are read side by side gives ranks unequal parts; empty if none is known to.
-
-    Loaders that have ended are taken to begin again; nothing is known of those whose batches are made as they are read.
-    """
-    if combined is None or combined._mode == "sequential":
-        return ""
-    sources = map(source_of, combined.flattened)
-    parts = [sizes for one in sources if isinstance(one, RankBatches) and (sizes := one.part_sizes())]
-    for step in range(max(map(len, parts), default=0)):
-        first, *others = (sizes[step % len(sizes)] for sizes in parts)
-        for sizes in others:
-            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
-                one, other = (" + ".join(map(str, given)) for given in (first, sizes))
-                what = f"in step {step + 1}: {one} samples of one loader and {other} of another"
-                return f"the loaders combined by {combined._mode!r} give the ranks unequal parts {what}"
-    return ""
-
-
-def goes_whole(combined: CombinedLoader | None) -> bool:
-    """Whether loaders are evaluated side by side of which ranks may have unequal parts.
-
-    A rank without samples of a batch skips it. If it skipped that of one loader only, its batches would no longer
-    belong together.
-    """
-    loaders = [] if combined is None or combined._mode == "sequential" else combined.flattened
-    sources = [source_of(loader) for loader in loaders]
-    if len(sources) < 2 or not all(isinstance(source, (RankBatches, Divided)) for source in sources):
-        return False  # each rank has streams of its own
-    is_known = all(isinstance(source, RankBatches) and source.part_sizes() is not None for source in sources)
-    return not is_known or bool(unequal_parts(combined))
 
 
 def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) -> None:

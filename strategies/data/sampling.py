@@ -1,23 +1,17 @@
 """Divide a loader's batches among ranks; no sample is dropped or read twice.
 
-The loader keeps its own batch sampler (or sampler), and every rank iterates it in the same order. What each rank takes
-depends on the meaning of the loader's batch:
+The loader keeps its own batch sampler (or sampler), and every rank iterates it in the same order:
 
     21 samples, batches of 8, 2 ranks        step 0        step 1
     one rank's batch (`Deal`)       rank 0   0..7          16..18
                                     rank 1   8..15         19..20
     the global batch (`Divide`)     rank 0   0..3          8..11      16..18
                                     rank 1   4..7          12..15     19..20
-
-Where a global batch has fewer samples than there are ranks, a training rank without samples joins with a
-zero-weight batch (all ranks must reduce gradients), and an evaluating rank skips the step, unless its forward needs
-the shards of all ranks. In an evaluation batches without a sample for each rank go whole to the first one, as do those
-beside others of which ranks may have other fractions.
 """
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any, TypeAlias
@@ -59,52 +53,47 @@ class Share:
 
 @dataclass(eq=False)
 class Pass:
-    """What one pass over a rank's batches has yielded so far."""
+    """The shares of a pass that nobody has taken yet, and the places of its batches among all ranks' parts."""
 
     shares: deque[Share] = field(default_factory=deque[Share])
-    """Of the batches that nobody has taken the share of yet; the consumer takes them from the left."""
     positions: list[int] = field(default_factory=list[int])
-    """Of each batch with samples among all ranks' parts."""
 
     def takes(self, step: int, sizes: Sequence[int], rank: int, joins: bool) -> bool:
         """Note a rank's part of a global batch; False if it has none, and does not join the others' step."""
-        if not (sizes[rank] or joins):
-            return False
-        self.shares.append(Share(sizes[rank], sum(sizes), 0 in sizes, step))
+        if sizes[rank] or joins:
+            self.shares.append(Share(sizes[rank], sum(sizes), 0 in sizes, step))
         if sizes[rank]:
             self.positions.append(step * len(sizes) + rank)
-        return True
+        return bool(sizes[rank] or joins)
 
 
 class Passes:
     """Tells the pass that a loop reads from others over the same batches, such as a callback's that looks at one."""
 
     def __init__(self) -> None:
-        self.latest = Pass()
-        """The pass that has begun last."""
-        self._read = self.latest
+        self.latest = self.current = Pass()
         self._reader: object = None
 
-    @property
-    def current(self) -> Pass:
-        """The pass that a loop reads; without one the latest."""
-        return self.latest if self._reader is None else self._read
+    def begin(self) -> Pass:
+        """Begin a pass."""
+        self.latest = Pass()
+        if self._reader is None:
+            self.current = self.latest
+        return self.latest
 
     def read_by(self, reader: object) -> Pass:
         """The pass that a loop reads by an iterator: the one that had begun last when it took its first batch."""
-        if reader is not self._reader or not self._read.shares:
-            self._reader, self._read = reader, self.latest
-        return self._read
+        if reader is not self._reader or not self.current.shares:
+            self._reader, self.current = reader, self.latest
+        return self.current
 
 
 @dataclass(frozen=True)
 class Deal:
     """Treats a unit as one rank's batch: `num_ranks` consecutive units make a global batch.
 
-    Args:
-        spread: split the largest units of an incomplete last global batch, so that every rank has a part.
-        smallest: minimum samples of a part that is split off; BatchNorm can't train on one.
-        joined: units that make one part: the only rank that reads takes those of all that compute.
+    With `spread` the largest units of an incomplete last one are split, not below `smallest`, until every rank has a
+    part. The only rank that reads takes the units of all that compute, which are `joined`.
     """
 
     spread: bool
@@ -116,8 +105,12 @@ class Deal:
         while group := list(islice(units, num_ranks * self.joined)):
             if self.joined > 1:
                 group = [[index for unit in group for index in unit]]
-            if self.spread and len(group) < num_ranks:
-                _spread(group, num_ranks, self.smallest)
+            while self.spread and len(group) < num_ranks:
+                unit = max(group, key=num_samples)
+                if num_samples(unit) < 2 * self.smallest:
+                    break
+                at, half = group.index(unit), (len(unit) + 1) // 2
+                group[at : at + 1] = [unit[:half], unit[half:]]
             yield group + [[]] * (num_ranks - len(group))
 
     def count(self, num_units: int, num_ranks: int) -> int:
@@ -127,13 +120,9 @@ class Deal:
 
 @dataclass
 class Divide:
-    """Treats a unit as the global batch, divided among the ranks by a policy.
+    """Treats a unit as the global batch, of which a policy gives each rank no samples, or `smallest` at least.
 
-    Args:
-        policy: computes sizes from the batch size and the number of ranks.
-        changes: future policies, as (number of the first global batch, policy); see `change`.
-        smallest: minimum samples of a part that is not empty: 1, or 2 for BatchNorm.
-        num_cut: global batches cut so far.
+    It counts the global batches it has cut, over all epochs; `changes` are future policies by the first one's number.
     """
 
     policy: Policy = field(default_factory=Even)
@@ -142,7 +131,7 @@ class Divide:
     num_cut: int = 0
 
     def change(self, policy: Policy, at: int) -> None:
-        """Use another policy from a global batch on, counted over all epochs, that no rank has cut yet."""
+        """Use another policy from a global batch on that no rank has cut yet."""
         assert at >= self.num_cut, f"global batch {at} is already cut ({self.num_cut} are)"
         self.changes.append((at, policy))
 
@@ -165,20 +154,6 @@ class Divide:
         return num_units
 
 
-Cut: TypeAlias = Deal | Divide
-"""Cuts a stream of units into global batches, one part per rank."""
-
-
-def _spread(units: list[Unit], num_ranks: int, smallest: int) -> None:
-    """Split the largest units, in place, until there is one per rank or none can be split."""
-    while len(units) < num_ranks:
-        unit = max(units, key=num_samples)
-        if num_samples(unit) < 2 * smallest:
-            return
-        at, half = units.index(unit), (len(unit) + 1) // 2
-        units[at : at + 1] = [unit[:half], unit[half:]]
-
-
 def num_samples(unit: Unit) -> int:
     """Return the number of samples in a unit; a key that is not a list counts as one."""
     return len(unit) if isinstance(unit, (list, tuple)) else 1
@@ -186,19 +161,14 @@ def num_samples(unit: Unit) -> int:
 
 @dataclass(eq=False)
 class RankBatches(Sampler[Any]):
-    """Replaces a loader's batch sampler (or sampler) and yields one rank's parts of it.
+    """Replaces a loader's batch sampler (or sampler) and yields one rank's parts of its `units`, as `cut` cuts them.
 
-    Args:
-        units: the loader's own batch sampler, or its sampler if it does not collate batches.
-        cut: cuts units into global batches.
-        joins: whether a rank without samples joins with a zero-weight batch; otherwise it skips the step.
-        agree: returns rank 0's random state on all ranks, so that all use the same order.
-        is_whole: whether the first rank takes all global batches whole, asked at the beginning of a pass; if not, it
-            takes those that have no sample for some rank, or, where this is None, ranks take nothing but their parts.
+    A rank without samples `joins` with a zero-weight batch, or skips the step. Where a pass begins, `is_whole` tells
+    whether the first rank takes all batches whole, or those without a sample for some rank, or (None) but its parts.
     """
 
     units: Iterable[Unit]
-    cut: Cut
+    cut: Deal | Divide
     rank: int
     num_ranks: int
     joins: bool
@@ -212,8 +182,7 @@ class RankBatches(Sampler[Any]):
 
     def placed(self) -> Iterator[tuple[int, Unit]]:
         """Yield this rank's parts, each with the place of its first sample in the order of all samples."""
-        self.passes.latest = now = Pass()
-        rank, start = self.rank, 0
+        rank, start, now = self.rank, 0, self.passes.begin()
         units, is_whole = in_one_order(self.units, rank, self.agree), self.is_whole and self.is_whole()
         for step, parts in enumerate(self.cut.parts(units, self.num_ranks)):
             if is_whole or (is_whole is not None and not all(parts)):
@@ -229,8 +198,15 @@ class RankBatches(Sampler[Any]):
 
     def part_sizes(self) -> list[list[int]] | None:
         """Samples of every rank in each step; None if they are not known before the loader is read."""
-        if (sizes := _batch_sizes(self.units)) is None:
+        sampler: Any = self.units
+        if type(sampler) is not BatchSampler:
             return None
+        try:
+            num, size = len(sampler.sampler), int(sampler.batch_size)  # pyright: ignore[reportArgumentType]  # as above
+        except TypeError:
+            return None
+        full, rest = divmod(num, size)
+        sizes = [size] * full + ([rest] if rest and not sampler.drop_last else [])
         parts = copy.copy(self.cut).parts(([0] * size for size in sizes), self.num_ranks)
         return [[len(part) for part in step] for step in parts]
 
@@ -251,10 +227,7 @@ class RankBatches(Sampler[Any]):
 
 
 def _stand_in(parts: list[Unit], is_whole: bool) -> Unit:
-    """Take samples of other ranks for a zero-weight batch: two if possible, because BatchNorm can't train on one.
-
-    All are taken where steps get whole batches, perhaps since they take no others.
-    """
+    """Take samples of others for a zero-weight batch: two, since BatchNorm can't train on one; all of whole batches."""
     taken = [part for part in parts if num_samples(part)]
     if not isinstance(taken[0], (list, tuple)):
         return taken[0]
@@ -266,8 +239,7 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     """Iterate a sampler in rank 0's order on every rank.
 
     Rank 0 draws as a single process would, so that one device and many see the same order under the same seed. The
-    others draw from rank 0's random state and keep their own. A sampler that is not torch's may draw at any time, so
-    after its first unit it draws from separate random streams, which training does not affect.
+    others draw from rank 0's random state and keep their own.
     """
     sampler: Any = getattr(units, "sampler", units) if type(units) is BatchSampler else units
     if type(sampler) is SequentialSampler:
@@ -277,48 +249,33 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
     state, generator_state = agree((random_state(), own))
     if generator_state is not None:
         sampler.generator.set_state(generator_state)
-    return _Drawn(units, type(sampler) in _DRAWS_AT_ONCE, None if rank == 0 else state)
+    return _drawn(units, type(sampler) in _DRAWS_AT_ONCE, None if rank == 0 else state)
 
 
-class _Drawn(Iterator[Unit]):
-    """The units of a sampler that draws random numbers.
+def _drawn(units: Iterable[Unit], at_once: bool, state: Any) -> Iterator[Unit]:
+    """The units of a sampler that draws from a random state, or, if that is None, from the process's.
 
-    Args:
-        at_once: whether it draws all of them for the first unit.
-        state: from which it draws; None for that of the process, as far as the first unit.
+    One that is not torch's may draw at any time: after its first unit it does so from streams that training leaves.
     """
 
-    def __init__(self, units: Iterable[Unit], at_once: bool, state: Any) -> None:
-        self._at_once, self._state, self._begins = at_once, state, True
-        self._units: Iterator[Unit] = self._draw(iter, units)  # a loader draws the seed of its workers here
-
-    @override
-    def __next__(self) -> Unit:
-        if self._at_once and not self._begins:
-            return next(self._units)
-        if (unit := self._draw(next, self._units, None)) is None:
-            raise StopIteration
-        if self._begins and self._state is None and not self._at_once:
-            self._state = random_state()
-        self._begins = False
-        return unit
-
-    def _draw(self, call: Callable[..., Any], *args: Any) -> Any:
-        if self._state is None:
+    def draw(call: Callable[..., Any], *args: Any) -> Any:
+        nonlocal state
+        if state is None:
             return call(*args)
-        with swapped_random_state(self._state):
+        with swapped_random_state(state):
             drawn = call(*args)
-            self._state = random_state()
+            state = random_state()
         return drawn
 
+    def drawn(iterator: Iterator[Unit]) -> Generator[Unit]:
+        nonlocal state
+        if (unit := draw(next, iterator, None)) is None:
+            return
+        state = random_state() if state is None and not at_once else state
+        yield unit
+        if at_once:
+            yield from iterator
+        while (unit := draw(next, iterator, None)) is not None:
+            yield unit
 
-def _batch_sizes(sampler: Any) -> list[int] | None:
-    """Samples of each batch of a batch sampler, where it cuts a sampler's indices evenly; None if that is not known."""
-    if type(sampler) is not BatchSampler:
-        return None
-    try:
-        num, size = len(sampler.sampler), int(sampler.batch_size)  # pyright: ignore[reportArgumentType]  # TypeError if it has none
-    except TypeError:
-        return None
-    full, rest = divmod(num, size)
-    return [size] * full + ([rest] if rest and not sampler.drop_last else [])
+    return drawn(draw(iter, units))  # at once: a loader draws the seed of its workers here

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..batch.structure import Path, children
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.types import Batch
-from .loaders import Source, source_of, unequal_parts
-from .sampling import Share
+from .loaders import Source, source_of
+from .sampling import RankBatches, Share
+from .streams import Divided
 
 TRAINED = (
     "so no weight of a rank's loss makes the step one device's. Give them batch sizes that divide alike and "
@@ -24,12 +25,10 @@ class RankShares:
 
     Attributes:
         current: the share; None if all ranks have the same weight.
-        counts: whether this rank has samples of the batch.
-        is_part: whether other ranks may have samples of the batch, too.
-        weight: what turns a mean over ranks into a mean over samples, when each rank's value is multiplied by it.
+        counts, is_part: whether this rank has samples of the batch, and whether others may have some, too.
+        weight: what turns a mean over ranks into one over samples, when each rank's value is multiplied by it.
         scale: what the loss of the training batch is multiplied by: `weight`, or by the module's `loss_weight`.
-        weighed_losses: tensors that are the loss where they are logged, with its scale, where the module returned a
-            `loss_weight`; several if a closure ran again.
+        weighed_losses: losses as they are logged, with their scales, where the module returned a `loss_weight`.
         knows_parts: whether the first training batch was looked at.
     """
 
@@ -48,7 +47,7 @@ class RankShares:
 
     @property
     def num(self) -> float | None:
-        """The samples of this rank; None if all ranks have the same weight."""
+        """The samples of this rank, if they are known."""
         return None if self.current is None else self.current.num
 
     def begin_batch(self, combined: CombinedLoader | None, dataloader_idx: int, trains: bool = False) -> None:
@@ -113,11 +112,7 @@ class RankShares:
     def verify_parts(self, loop: Any, batch: Batch, with_rows: Callable[[], Sequence[Path]] = tuple) -> None:
         """Refuse training loaders of which this rank has unequal parts, and a batch with other rows than its share.
 
-        Args:
-            with_rows: returns which tensors of a batch are known to have one row per sample; asked at the first batch.
-
-        Raises:
-            ConfigError: no weight of this rank's loss is right.
+        `with_rows` tells, at the first batch, which tensors are known to have one row per sample.
         """
         if not self.knows_parts:
             verify_side_by_side(loop._combined_loader, self._strategy)
@@ -150,5 +145,37 @@ def _num_rows(batch: Batch, place: Path) -> int | None:
 
 def verify_side_by_side(combined: Any, strategy: str) -> None:
     """Refuse training loaders of which a rank has unequal parts in one step: its loss has one weight."""
-    if unequal := unequal_parts(combined):
+    if unequal := _unequal_parts(combined):
         raise PartsDiffer(f"{strategy}: {unequal}, {TRAINED}")
+
+
+def _unequal_parts(combined: CombinedLoader | None) -> str:
+    """Which step of loaders that are read side by side gives ranks unequal parts; empty if none is known to.
+
+    Loaders that have ended are taken to begin again; nothing is known of those whose batches are made as they are read.
+    """
+    if combined is None or combined._mode == "sequential":
+        return ""
+    sources = map(source_of, combined.flattened)
+    parts = [sizes for one in sources if isinstance(one, RankBatches) and (sizes := one.part_sizes())]
+    for step in range(max(map(len, parts), default=0)):
+        first, *others = (sizes[step % len(sizes)] for sizes in parts)
+        for sizes in others:
+            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
+                one, other = (" + ".join(map(str, given)) for given in (first, sizes))
+                what = f"in step {step + 1}: {one} samples of one loader and {other} of another"
+                return f"the loaders combined by {combined._mode!r} give the ranks unequal parts {what}"
+    return ""
+
+
+def goes_whole(combined: CombinedLoader | None) -> bool:
+    """Whether loaders are evaluated side by side of which ranks may have unequal parts.
+
+    A rank that skipped the batch of one loader only, since it has no samples of it, would have others beside it.
+    """
+    loaders = [] if combined is None or combined._mode == "sequential" else combined.flattened
+    sources = list(map(source_of, loaders))
+    if len(sources) < 2 or not all(isinstance(source, (RankBatches, Divided)) for source in sources):
+        return False  # each rank has streams of its own
+    is_known = all(isinstance(source, RankBatches) and source.part_sizes() is not None for source in sources)
+    return not is_known or bool(_unequal_parts(combined))

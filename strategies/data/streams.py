@@ -45,15 +45,9 @@ class Around:
 
 @dataclass(eq=False)
 class Stream(Around):
-    """A loader whose batches are divided as they are read.
+    """A loader whose batches are divided as they are read, and counted and cut by a structure.
 
-    Args:
-        loader: yields batches.
-        strategy: name that begins messages.
-        structure: counts and cuts them; without it nothing is known but the batches.
-
-    Attributes:
-        first_batch: the batch, before it is divided, that begins a pass or was looked at, until it is in process.
+    `first_batch` is the whole one that begins a pass or was looked at, until it is in process.
     """
 
     loader: Iterable[Batch]
@@ -70,32 +64,31 @@ class Stream(Around):
 
     def _begin(self, batches: Iterator[Batch]) -> tuple["_Ahead", Pass]:
         """Begin a pass, at once, as on one device."""
-        self._batches, self.passes.latest = _Ahead(batches), Pass()
-        return self._batches, self.passes.latest
+        self._batches = _Ahead(batches)
+        return self._batches, self.passes.begin()
 
 
+@dataclass
 class _Ahead(Iterator[Batch]):
-    """An iterator of which the next element may be looked at."""
+    """An iterator of which the next element may be looked at; there it is None at the end."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches, self._seen = batches, list[Batch]()
+    batches: Iterator[Batch]
+    seen: list[Batch] = field(default_factory=list[Batch])
 
     def look(self) -> Batch:
-        """The next element; None at the end."""
-        self._seen = self._seen or list(islice(self._batches, 1))
-        return self._seen[0] if self._seen else None
+        self.seen = self.seen or list(islice(self.batches, 1))
+        return self.seen[0] if self.seen else None
 
     @override
     def __next__(self) -> Batch:
-        return self._seen.pop() if self._seen else next(self._batches)
+        return self.seen.pop() if self.seen else next(self.batches)
 
 
 @dataclass(eq=False)
 class Lockstep(Stream):
-    """Gives every rank its own stream; all end at the same step, when the longest stream ends.
+    """Gives every rank its own stream, until the longest ends; a rank whose has ended repeats its last batch for nothing.
 
-    A rank with an exhausted stream repeats its last batch with weight zero. This takes one all-reduce of two numbers
-    per batch, which overlaps with the previous step.
+    This takes one all-reduce of two numbers per batch, which overlaps with the previous step.
     """
 
     num_ranks: int
@@ -133,15 +126,9 @@ class Lockstep(Stream):
 
 @dataclass(eq=False)
 class Divided(Stream):
-    """Divides a stream of global batches, the same on every rank: each rank keeps its part.
+    """Divides a stream of global batches that every rank reads; the first rank takes whole what can't be cut.
 
-    Every rank reads the whole stream; if reading is the bottleneck, let the dataset shard itself by rank and set
-    `batch_size_is=per_device`.
-
-    Batches that can't be cut go whole to the first rank.
-
-    Args:
-        joins, agree, is_whole: see `RankBatches`.
+    For `joins`, `agree` and `is_whole` see `RankBatches`.
     """
 
     divide: Divide
