@@ -86,7 +86,7 @@ class _Ahead(Iterator[Batch]):
 
 @dataclass(eq=False)
 class Lockstep(Stream):
-    """Gives every rank its own stream, until the longest ends; a rank whose has ended repeats its last batch for nothing.
+    """Gives every rank its own stream, until the longest ends; others then repeat their last batch with weight zero.
 
     This takes one all-reduce of two numbers per batch, which overlaps with the previous step.
     """

@@ -19,11 +19,10 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verdict import Plan
-from ..batch.layout import SingleLayout
+from ..batch.layout import STEPS, SingleLayout
 from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
 from ..batch.whole.over_batch import among
-from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
 from ..core.patching import Kept, copied, kept_metrics, replaced
@@ -34,21 +33,16 @@ from ..distributed.metrics.sync import RunMetrics
 from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.sync_batchnorm import SyncedBatchNorm
-from .batch_rows import BatchRows
+from .exchange import BatchRows
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
-
-_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 
 
 class RankStep(StepContract):
     """What a rank does in a step beside Lightning's part.
 
-    Attributes:
-        shares: this rank's share of the current batch.
-        metrics: computes the values of metrics over all ranks in a run.
-        evaluated: index of the loader whose batch is evaluated, and of the global batch in it.
+    `evaluated` are the indices of the loader whose batch is evaluated, and of the global batch in it.
     """
 
     def __init__(self, strategy: "RankStrategy") -> None:
@@ -56,7 +50,7 @@ class RankStep(StepContract):
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
-        self._rows = BatchRows(strategy)
+        self.rows = BatchRows(strategy)
         self.metrics = RunMetrics()
         self._num_evaluated: Counter[int] = Counter()
         self.evaluated = 0, 0
@@ -64,11 +58,7 @@ class RankStep(StepContract):
         self._module: pl.LightningModule
 
     def begin_run(self, trainer: pl.Trainer, plans: list[Plan] | None = None) -> None:
-        """Begin a run with the devices and ranks that the strategy has.
-
-        Args:
-            plans: what losses divide by; None if that is to be found.
-        """
+        """Begin a run with the ranks that the strategy has; `plans` say what losses divide by, if that is known."""
         self._trainer, self._module = trainer, trainer.lightning_module
         name, num_ranks = self._strategy.strategy_name, self._strategy.world_size
         self.shares = RankShares(num_ranks, name)
@@ -77,23 +67,15 @@ class RankStep(StepContract):
         if plans and weighs_in_loop(trainer):
             self.reader.take(plans[0], self._module)
         self.metrics.begin(num_ranks == 1, self._part)
-        self._count_ranks(num_ranks)
-
-    def _count_ranks(self, num_ranks: int) -> None:
-        self.reader.values.over_ranks = num_ranks > 1
-        mean = self._strategy.group.mean
-        self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
-
-    def regroup(self, num_ranks: int) -> None:
-        """Go on with fewer ranks within the run."""
-        self.agreement.end()
         self.count_ranks(num_ranks)
 
     def count_ranks(self, num_ranks: int) -> None:
         """Share what comes next among so many ranks."""
         self.shares.regroup(num_ranks)
         self.metrics.is_whole = num_ranks == 1
-        self._count_ranks(num_ranks)
+        self.reader.values.over_ranks = num_ranks > 1
+        mean = self._strategy.group.mean
+        self.reader.sum_over_ranks = (lambda values: mean(values) * num_ranks) if num_ranks > 1 else None
 
     def begin_pass(self) -> None:
         """Begin a pass over loaders."""
@@ -104,7 +86,7 @@ class RankStep(StepContract):
         """This rank's part of the batch in process, and whose hook runs."""
         results, shares, share = self._trainer._results, self.shares, self.shares.current
         in_batch = results is not None and results.batch is not None
-        hook = "" if self._in_step else "batch" if in_batch else "epoch"
+        hook = "" if self.in_step else "batch" if in_batch else "epoch"
         if not in_batch or not shares.is_part:
             return 1.0, False, hook
         if share is None:
@@ -112,9 +94,9 @@ class RankStep(StepContract):
         return share.num / share.total, share.num == 1, hook
 
     @property
-    def _in_step(self) -> bool:
+    def in_step(self) -> bool:
         """Whether a step of the module runs, and no hook."""
-        return "_module" in vars(self) and vars(self._module)["_current_fx_name"] in _STEPS
+        return "_module" in vars(self) and vars(self._module)["_current_fx_name"] in STEPS
 
     @property
     @override
@@ -138,32 +120,10 @@ class RankStep(StepContract):
         shares.begin_batch(combined, dataloader_idx, trains)
         self.metrics.begin_batch(shares.counts)
         if not trains:
-            self._begin_evaluated(dataloader_idx)
-
-    def _begin_evaluated(self, loader: int) -> None:
-        """Learn which global batch of a loader is next."""
-        shares = self.shares
-        known = None if shares.current is None else shares.current.step
-        self.evaluated = loader, self._num_evaluated[loader] if known is None else known
-        self._num_evaluated[loader] += shares.counts
-        self._strategy.structures.lists.begin_batch(self.evaluated, 1.0 if shares.num is None else shares.num)
-
-    def others_run(self, call: str) -> bool:
-        """Whether other ranks make a call, too; refuse it if some, without samples of what is evaluated, don't."""
-        share, strategy = self.shares.current, self._strategy
-        if not self._in_step or share is None or self._trainer.training or strategy.sync.evaluates_together:
-            return True
-        if share.some_empty and share.num != share.total:
-            raise ConfigError(
-                f"{strategy.strategy_name}: {call} in a step of evaluation on {share.total:g} samples, of which some "
-                "ranks have none, and don't run it. Append to a list of the module, which has all samples in "
-                "on_validation_epoch_end, or set drop_last=True."
-            )
-        return share.num != share.total
-
-    def runs_for_others(self) -> bool:
-        """Whether a step runs on samples of other ranks, as this one has none."""
-        return self._in_step and not self.shares.counts
+            known = None if shares.current is None else shares.current.step
+            self.evaluated = dataloader_idx, self._num_evaluated[dataloader_idx] if known is None else known
+            self._num_evaluated[dataloader_idx] += shares.counts
+            self._strategy.structures.lists.begin_batch(self.evaluated, 1.0 if shares.num is None else shares.num)
 
     @override
     def runs_alone(self, step: str) -> bool:
@@ -190,11 +150,14 @@ class RankStep(StepContract):
         is_manual = not module.automatic_optimization
         if is_manual:
             self._verify_parts(args[0])  # the step itself steps the optimizer
-        if counts:
-            output = self._own_step(*args, **kwargs)
-        else:
-            with zero_weight_step(module, self.metrics):
-                output = self._own_step(*args, **kwargs)
+        plugin, run = strategy.precision_plugin, partial(self._train_in_layout, *args, **kwargs)
+        with (
+            nullcontext() if counts else zero_weight_step(module, self.metrics),
+            among(self.rows),
+            nullcontext() if type(plugin) is Precision else plugin.train_step_context(),
+        ):
+            output = strategy.sync.train(strategy.whole_batches.of_chunks.run, "training_step", run)
+        if not counts:
             reader.values.calls[-1] = {}, {}  # nothing of what a stand-in logs counts
         module_weighs = weight_in(output) is not None
         if not counts and output is not None:  # None in manual optimization
@@ -213,13 +176,6 @@ class RankStep(StepContract):
         trainer, structures = self._trainer, self._strategy.structures
         self.shares.verify_parts(trainer.fit_loop, batch, lambda: structures.of_batch(trainer).with_rows)
 
-    def _own_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        strategy = self._strategy
-        plugin = strategy.precision_plugin
-        with among(self._rows), nullcontext() if type(plugin) is Precision else plugin.train_step_context():
-            run = partial(self._train_in_layout, *args, **kwargs)
-            return strategy.sync.train(strategy.whole_batches.of_chunks.run, "training_step", run)
-
     def _train_in_layout(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         strategy, module, step = self._strategy, self._module, self._strategy.layout.step
         if module.automatic_optimization and not strategy.layout.cut_by:
@@ -233,7 +189,7 @@ class RankStep(StepContract):
     def evaluate(self, step: str, context: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation, in a context of the precision plugin."""
         self.reader.values.begin()
-        with context(), among(self._rows):
+        with context(), among(self.rows):
             return self._strategy.sync.evaluate(partial(self._evaluate_in_layout, step, *args, **kwargs))
 
     def _evaluate_in_layout(self, step: str, *args: Any, **kwargs: Any) -> Any:
@@ -280,9 +236,9 @@ class RankStep(StepContract):
         return self.agree(loss) if whole is None or loss is None else torch.full_like(loss.detach(), float(whole))
 
     def agree(self, value: Any) -> Any:
-        """What the global batch has, of a number of each rank: their mean by what the ranks' losses count.
+        """What the global batch has, of a number of each rank: what ranks with samples share, or their weighted mean.
 
-        It is exactly what ranks with samples have in common, if they do; None stays None. Every rank must call it.
+        Every rank must call it; None stays None.
         """
         if value is None or self._strategy.world_size == 1:
             return value
@@ -318,12 +274,7 @@ class RankStep(StepContract):
 def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool = False) -> Generator[None]:
     """Run a step with weight zero: its attributes stay, as on ranks that have samples, and it leaves no other trace.
 
-    Buffers and metrics are restored, none of those that ranks synchronize counts the step, and what it appends to lists
-    of the module is removed.
-
-    Args:
-        silent: whether it logs nothing at all: in an evaluation ranks may log different names. In training what it logs
-            takes part in exchanges, and counts for nothing.
+    A silent one logs nothing: in an evaluation ranks may log different names, in training they exchange what it logs.
     """
     buffers = [(part._buffers, dict(part.named_buffers(recurse=False))) for part in module.modules()]
     kept = Kept((), [(buffer, copied(buffer)) for buffer in module.buffers()])

@@ -27,7 +27,7 @@ from ..batch.structure import BatchDims, verify_batch_dims
 from ..batch.whole.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..core.errors import ConfigError
 from ..core.loop_contract import evaluation_step, load_states, run_backward, state_to_parameters, unwrapped
-from ..core.module_checks import callbacks_of, hooked, verify_shapes, verify_takes_batches, verify_takes_parts
+from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts
 from ..core.module_log import lightning_modules, module_log, restore_logs
 from ..core.options import Positive, checked
 from ..core.patching import replaced
@@ -36,7 +36,7 @@ from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
-from ..distributed.objects import backend_for, broadcast_object, gather_objects, gather_unequal, reduce_tensor
+from ..distributed.objects import backend_for, broadcast_object, gather_objects, reduce_tensor
 from ..distributed.options import verified_options, verify_backend, verify_static
 from ..distributed.same_weights import give_same_weights
 from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
@@ -47,7 +47,7 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import OptimizerShards, verify_elementwise
-from .deciders import deciding_alike
+from .exchange import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep
 from .whole_batches import WholeBatches
@@ -223,7 +223,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.parallel_devices = self.parallel_devices[:num]
         self.set_world_ranks()
         self.group.meet_again(self.cluster_environment, self._get_process_group_backend(), new.number)
-        self.contract.regroup(num)
+        self.contract.agreement.end()
+        self.contract.count_ranks(num)
         self.loaders.regroup(new.rank, num, self.balance.policy)
         self.sync.give_up()
         with replaced(self, "_ddp_kwargs", {**self._ddp_kwargs, "init_sync": False}):
@@ -244,8 +245,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.group.trainer is not trainer:
             self._manages_samples = connector.use_distributed_sampler
             connector.use_distributed_sampler = False  # Lightning's sampler pads; `process_dataloader` cuts instead
-        gather = gather_objects if self.world_size > 1 else None
-        lists = EvaluationLists(self.strategy_name, self._batch_dims, gather, self._gather_lists_mb)
+        lists = EvaluationLists(
+            self.strategy_name, self._batch_dims, gather_objects if self.world_size > 1 else None, self._gather_lists_mb
+        )
         self.structures = RunStructures(self._batch_dims, lists)
         self._loaders = None
         self.group.begin(trainer)
@@ -282,20 +284,8 @@ class RankStrategy(pl_strategies.DDPStrategy):
         return gathered(tensor, self.strategy_name, over_ranks)
 
     def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
-        if not self.contract.others_run("all_gather"):
-            return tensor.unsqueeze(0)  # with all rows
-        own = tensor[:0] if tensor.dim() and self.contract.runs_for_others() else tensor
-        shapes = gather_objects(tuple(own.shape), group)
-        if len(set(shapes)) == 1:
-            return super().all_gather(tensor, group, sync_grads)
-        if len({shape[1:] for shape in shapes}) > 1 or () in shapes:  # gloo would abort, and NCCL return rubbish
-            told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
-            raise ConfigError(
-                f"{self.strategy_name}: all_gather was given tensors that differ in more than their rows: {told}. Pad "
-                "them to one shape first, or use a metric of torchmetrics (CatMetric)."
-            )
-        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return gather_unequal(own, [shape[0] for shape in shapes], group).unsqueeze(0)
+        found = self.contract.rows.of_all(tensor, group, sync_grads)
+        return super().all_gather(tensor, group, sync_grads) if found is None else found
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -460,11 +450,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.contract.shares.knows_parts = False  # the loaders may be other ones
         self._deciders.close()
         if self.world_size > 1:
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            deciders = deciding_alike(
-                callbacks_of(self.trainer), schedulers, self.contract.agree, self.contract.whole_loss
-            )
-            self._deciders.enter_context(deciders)
+            self._deciders.enter_context(deciding_alike(self))
         self.layout.weights_changed()
         self.whole_batches.begin_training()
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
