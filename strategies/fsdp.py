@@ -15,9 +15,8 @@ from .core.options import Advice, Count, checked, hints_of
 from .ranks.gradient_sync import GradientSync
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
-from .sharding.placed import ShardIO, Writers, place_shards
-from .sharding.sharded_module import Shard, ShardOptions
-from .sharding.whole import gather_tree, shard_entry, shard_like
+from .sharding.parts import Shard, ShardOptions
+from .sharding.whole import ShardIO, Writers, gather_tree, place_shards, shard_entry, shard_like
 
 GivenWeights = Annotated[
     Sequence[float],

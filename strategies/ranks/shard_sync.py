@@ -24,11 +24,9 @@ from ..core.patching import Replacement, replaced
 from ..distributed.objects import reduce_tensor
 from ..distributed.same_weights import broadcast_weights
 from ..pipeline.plan import find_parts
-from ..sharding.call_order import CallOrder
-from ..sharding.parts import automatic_parts, named_parts
-from ..sharding.refusals import LateParameters, verify_plain
-from ..sharding.shard_calls import ShardCalls
-from ..sharding.sharded_module import Shard, ShardedModule, ShardOptions, sharded
+from ..sharding.parts import CallOrder, Shard, ShardOptions, automatic_parts, named_parts
+from ..sharding.shard_calls import LateParameters, ShardCalls, verify_plain
+from ..sharding.sharded_module import ShardedModule, sharded
 from ..sharding.whole import apply_anew, broadcast_together, gather_tree, shard_like
 from .gradient_sync import GradientSync
 
@@ -164,7 +162,11 @@ class ShardSync(GradientSync):
     @torch.no_grad()
     def _fill(self, shards: ShardedModule, waiting: Collection[str], device: torch.device) -> None:
         """Send what `configure_model` has made on the first rank, tensor by tensor, and keep this rank's shards."""
-        shards.allocate(device)
+
+        def allocated(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+        shards.module._apply(allocated)
         for name, tensor in _tensors(shards.module):
             if name in waiting:
                 made = self._built.pop(name)

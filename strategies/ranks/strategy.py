@@ -46,7 +46,7 @@ from ..pipeline.layout import StageLayout
 from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
-from ..sharding.optimizer_shards import OptimizerShards, verify_elementwise
+from ..sharding.optimizer_shards import OptimizerShards
 from .exchange import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep
@@ -391,9 +391,9 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.num_together > 1:
             self.contract.agreement.begin(self.optimizers)
         if self.shard_optimizer and self.num_together > 1:
-            verify_elementwise(self.optimizers, self.strategy_name)
             rank, num, gather = self.global_rank, self.num_together, partial(gather_objects, only_first=True)
-            self._optimizer_shards = {own: OptimizerShards(own, rank, num, gather) for own in self.optimizers}
+            name = self.strategy_name
+            self._optimizer_shards = {own: OptimizerShards(own, rank, num, gather, name) for own in self.optimizers}
 
     @override
     def on_exception(self, exception: BaseException) -> None:

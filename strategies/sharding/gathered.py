@@ -9,11 +9,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from .refusals import verify_data
+from ..core.errors import ConfigError
 from .whole import shard_like
 
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
+
+
+def verify_data(tensor: Tensor, value: Tensor) -> None:
+    """Refuse values of another shape or dtype for what is cut over the ranks."""
+    if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        raise ConfigError(
+            f"fsdp: parameter.data has the shape {tuple(tensor.shape)} and is {tensor.dtype}, but was set to a tensor "
+            f"of the shape {tuple(value.shape)}, which is {value.dtype}. A parameter that is cut over the ranks keeps "
+            "both; change it in __init__ or configure_model."
+        )
 
 
 class Gathered(nn.Parameter):
@@ -33,13 +43,11 @@ class Gathered(nn.Parameter):
     @staticmethod
     def of(whole: Any, shard: nn.Parameter, name: str) -> "Gathered":
         """Make what torch has gathered from a shard such a parameter; hooks of the one's gradient are the other's."""
-        hooks = shard._backward_hooks
-        hooks = OrderedDict[int, Any]() if hooks is None else hooks
+        hooks = OrderedDict[int, Any]() if shard._backward_hooks is None else shard._backward_hooks
         whole.__class__ = Gathered
         whole.key, whole.shard, whole.in_backward = name, shard, False
         whole._touched, whole._seen = False, whole._version
-        for each in (shard, whole):
-            each._backward_hooks = hooks
+        shard._backward_hooks = whole._backward_hooks = hooks
         return whole
 
     @property
@@ -91,22 +99,9 @@ class Kept(nn.Parameter):
     owner: nn.Module
     key: str
 
-    @staticmethod
-    def from_before(parameter: Any, owner: nn.Module, key: str) -> None:
-        """Make a parameter that was replaced one that is what its owner has instead."""
-        if owner._parameters[key] is not parameter and type(parameter) is not Kept:
-            parameter.data, parameter.grad = parameter.data.new_empty(0), None
-            parameter.__class__, parameter.owner, parameter.key = Kept, owner, key
-
     def now(self) -> Any:
-        """What is in its place: this rank's shard, or within a step the whole where it is gathered."""
+        """This rank's shard, or within a step the whole where it is gathered."""
         return self.owner._parameters[self.key]
-
-    def end(self) -> None:
-        """Make it a parameter of its own again, without values."""
-        parameter: Any = self
-        parameter.__class__ = nn.Parameter
-        del vars(self)["owner"], vars(self)["key"]
 
     @classmethod
     @override

@@ -8,7 +8,7 @@ Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Tr
 arXiv:1910.02054.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,7 @@ MOST_BUCKETS = 2
 
 
 def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
-    """Choose the rank that updates each parameter: the largest first, to the rank that has least.
-
-    Returns:
-        A rank per parameter; the same on every rank.
-    """
+    """Choose the rank that updates each parameter: the largest first, to the rank that has least."""
     loads, found = [0] * num_ranks, [0] * len(parameters)
     for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].numel(), i)):
         found[index] = loads.index(min(loads))
@@ -45,13 +41,17 @@ def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
     return found
 
 
-def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
-    """Refuse optimizers whose update of a parameter may depend on other parameters.
+class OptimizerShards:
+    """Restricts an optimizer's step to the parameters that this rank owns, of which alone it keeps state.
 
     Args:
+        gather: gathers an object of every rank on rank 0; the list is empty on the others.
         strategy: name that begins messages.
     """
-    for optimizer in optimizers:
+
+    def __init__(
+        self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any]], strategy: str
+    ) -> None:
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ConfigError(
@@ -59,32 +59,19 @@ def verify_elementwise(optimizers: Iterable[Optimizer], strategy: str) -> None:
                 f"exact for {names}; got {type(optimizer).__name__}. Choose one of these, or set "
                 "shard_optimizer=false."
             )
-
-
-class OptimizerShards:
-    """Restricts an optimizer's step to the parameters that this rank owns, of which alone it keeps state.
-
-    Args:
-        optimizer: of one of the classes `ELEMENTWISE`.
-        rank: this rank.
-        num_ranks: number of ranks.
-        gather: gathers an object of every rank on rank 0; the list is empty on the others.
-    """
-
-    def __init__(self, optimizer: Optimizer, rank: int, num_ranks: int, gather: Callable[[Any], list[Any]]) -> None:
         self._optimizer, self._rank, self._gather = optimizer, rank, gather
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._owners = owners(self._parameters, num_ranks)
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._others = [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner != rank]
+        self._hidden: list[Tensor | None] = []
         before_update(optimizer, self._hide)
         optimizer.register_step_post_hook(self._after_step)
         self.take_state()
 
     def take_state(self) -> None:
         """Forget the state of parameters that other ranks update."""
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if owner != self._rank:
-                self._optimizer.state.pop(parameter, None)
+        for parameter in self._others:
+            self._optimizer.state.pop(parameter, None)
 
     def whole_state(self) -> dict[str, Any]:
         """The optimizer's whole `state_dict` on rank 0, and this rank's part on the others; every rank must call it."""
@@ -99,16 +86,15 @@ class OptimizerShards:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         """Send each rank's parameters to the others."""
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
+        for parameter, gradient in zip(self._others, self._hidden, strict=True):
             parameter.grad = gradient
+        self._hidden = []
         for rank in sorted({*self._owners}):
             tensors = [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner == rank]
             broadcast_together(tensors, BUCKET_BYTES, rank)
 
     def _hide(self) -> None:
         """Hide the gradients of other ranks' parameters, after the closure has clipped and called hooks."""
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            if owner != self._rank:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
+        self._hidden = [parameter.grad for parameter in self._others]
+        for parameter in self._others:
+            parameter.grad = None

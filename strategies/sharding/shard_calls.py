@@ -16,12 +16,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.errors import ConfigError
-from .refusals import OUTSIDE, needs_whole, verify_data
+from .gathered import verify_data
 from .sharded_module import ShardedModule
 from .whole import norms_of, shard_like
 
@@ -48,12 +52,17 @@ _OF_LISTS = ("_foreach", "_fused", "_amp_foreach")
 _COMPUTED = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are views of elements."""
 
+OUTSIDE = (
+    "fsdp: a step uses a parameter of a part outside of the part's forward, where only this rank's shard of it is "
+    "there. Leave the part out of strategy.shard, so that it is gathered for the whole step, or set "
+    "strategy.shard=[] to gather all."
+)
+
 
 class ShardCalls:
     """Decides what calls with shards compute, from its creation to `close`.
 
-    Args:
-        shards: the module that is trained; while it runs a step, a shard that needs a gradient can't be used.
+    While the module of `shards` runs a step, a shard that needs a gradient can't be used.
     """
 
     def __init__(self, shards: ShardedModule, verify_together: Any) -> None:
@@ -84,7 +93,7 @@ class ShardCalls:
             verify_data(tensor, value)
             self._call(Tensor.copy_, (), (tensor.detach(), value))
         elif attribute == "grad" and value is not None and not _cut_alike([tensor, value]):
-            raise ConfigError(needs_whole("grad = "))
+            raise _refusal("grad = ")
         else:
             func(tensor, value)
 
@@ -96,9 +105,11 @@ class ShardCalls:
         in_graph = self._shards.in_step and torch.is_grad_enabled()
         if in_graph and any(isinstance(tensor, DTensor) and tensor.requires_grad for tensor in given):
             raise ConfigError(OUTSIDE)
-        if _is_elementwise(name):
-            if not of_lists and _writes(name, kwargs) and isinstance(args[0], DTensor):
-                args, kwargs = tree_map_only(Tensor, lambda t: _cut_as(args[0], t), (args, kwargs))
+        if (of_lists and not name.endswith(("_norm", "_max"))) or name.strip("_") in _ELEMENTWISE:
+            if not of_lists and _writes(name, kwargs) and isinstance(shard := args[0], DTensor):
+                args, kwargs = tree_map_only(
+                    Tensor, lambda t: shard_like(t, shard) if t.dim() and t.shape == shard.shape else t, (args, kwargs)
+                )
                 given = _tensors([*args, *kwargs.values()])
             if _cut_alike(given, of_lists):
                 return func(*args, **kwargs)
@@ -108,13 +119,13 @@ class ShardCalls:
         if name == "equal" and (args[0].shape != args[1].shape or _cut_alike(given)):  # torch asks all ranks
             self._verify_together()
             return args[0].shape == args[1].shape and func(*args)
-        if _is_sum(name, args, kwargs) and _cut_alike(given):
+        if _is_sum(name, [*args[1:], *kwargs.values()]) and _cut_alike(given):
             self._verify_together()
             return func(*args, **kwargs).full_tensor()
         if name == torch._foreach_norm.__name__ and args[1:] in ((), (1,), (2,)) and _cut_alike(given, True):
             self._verify_together()
             return norms_of(args[0], *args[1:])
-        raise ConfigError(needs_whole(name))
+        raise _refusal(name)
 
     def _apart(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of lists with the shards in them, and with the tensors that every rank has whole."""
@@ -127,8 +138,12 @@ class ShardCalls:
         return [found[i] for i in range(num)] if found else None
 
 
-def _cut_as(shard: DTensor, tensor: Tensor) -> Tensor:
-    return shard_like(tensor, shard) if tensor.dim() and tensor.shape == shard.shape else tensor
+def _refusal(call: str) -> ConfigError:
+    return ConfigError(
+        f"fsdp: `{call}` is called with a parameter, gradient or optimizer state, of which this rank has only a "
+        "shard. Call it with tensor.full_tensor(), on all ranks; write by tensor.copy_(values), save by "
+        "trainer.save_checkpoint, or choose strategy=ddp."
+    )
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
@@ -140,11 +155,6 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 def _is_whole(value: Any) -> bool:
     """Whether a value is a tensor that this rank has whole, such as what is gathered in a step."""
     return isinstance(value, Tensor) and not isinstance(value, DTensor)
-
-
-def _is_elementwise(name: str) -> bool:
-    of_lists = name.startswith(_OF_LISTS) and not name.endswith(("_norm", "_max"))
-    return of_lists or name.strip("_") in _ELEMENTWISE
 
 
 def _tensors(values: list[Any]) -> list[Any]:
@@ -161,10 +171,43 @@ def _cut_alike(tensors: list[Any], are_lists: bool = False) -> bool:
     return are_lists or len({(tensor.shape, tensor.placements, tensor.device_mesh) for tensor in cut}) == 1
 
 
-def _is_sum(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_sum(name: str, options: list[Any]) -> bool:
     """Whether a call makes one number of a whole tensor, which can be made of its shards' numbers."""
     if name not in ("sum", "norm", "linalg_vector_norm"):
         return False
-    options = [*args[1:], *kwargs.values()]
     plain = (None, False) if name == "sum" else (1, 2, "fro", None, False)
     return all(option in plain and option is not True for option in options)
+
+
+def verify_plain(output: Any) -> None:
+    """Refuse a loss whose gradients would not be averaged over the ranks: of shards, or from passes in a hook."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if isinstance(loss, DTensor):
+        raise ConfigError(OUTSIDE)
+    if isinstance(loss, Tensor) and loss.is_leaf and loss.requires_grad and not isinstance(loss, nn.Parameter):
+        raise ConfigError(
+            "fsdp: the loss has no graph, so that hooks compute the gradients, in backward passes of their own that "
+            "no rank averages. Call self.manual_backward for each of these (automatic_optimization=False), or use "
+            "strategy=ddp."
+        )
+
+
+class LateParameters:
+    """Refuses parameters that a module is given after it was cut: no rank would gather or reduce them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._may_be_there = module, False
+        self._known = set(map(id, module.parameters()))
+        register = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        self.handles = [one(lambda *_: setattr(self, "_may_be_there", True)) for one in register]
+
+    def verify(self) -> None:
+        """Look at the module between steps, if anything was registered in any module since the last look."""
+        if self._may_be_there:
+            self._may_be_there = False
+            late = [name for name, p in self._module.named_parameters() if id(p) not in self._known]
+            if late:
+                raise ConfigError(
+                    f"fsdp: {', '.join(late)} was added, or replaced by another parameter, after the module was cut "
+                    "over the ranks. Do so in __init__ or configure_model, or write to it: p.data.copy_(values)."
+                )

@@ -3,9 +3,8 @@
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,28 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from ..core.errors import ConfigError
-from ..core.options import Count
 from ..core.patching import Replacement, replaced
-from .call_order import CallOrder, InOrder
 from .gathered import Gathered, Kept
-from .refusals import refuse_copy, refuse_unreduced
-from .whole import apply_anew, put_together, shard_entry
+from .parts import CallOrder, InOrder, ShardOptions
+from .whole import apply_anew, gather_tree, shard_entry
 
 _KEY = "evener_shards"
 
 
-Shard = Literal["auto"] | Sequence[str]
-"""Which parts of a module are gathered one by one: chosen by the strategy, or names of submodules."""
-
-
-@dataclass(frozen=True)
-class ShardOptions:
-    """How a module is cut over the ranks; see `FSDPStrategy`."""
-
-    shard: Shard = "auto"
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    replicas: Count = 1
+def sharded(module: nn.Module) -> "ShardedModule | None":
+    """What has cut a module, or None."""
+    return vars(module).get(_KEY)
 
 
 class _Root(nn.Module):
@@ -56,83 +44,83 @@ class _Root(nn.Module):
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
 
-
-def _unless_gathered(follow: Callable[..., None], module: nn.Module, *args: Any) -> None:
-    """Have torch follow what was loaded into shards; what is gathered gives its shards what was written to it."""
-    if not any(isinstance(parameter, Gathered) for parameter in module.parameters(recurse=False)):
-        follow(module, *args)
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        type(self.module)._apply(self.module, *args, **kwargs)  # the module's own is this one
+        return self
 
 
 class ShardedModule:
-    """Cuts the parameters of a module in place.
+    """Cuts the parameters of a module, which have the same values on all ranks, in place.
 
     Args:
-        module: the module, with the same values on all ranks.
         names: parts that are gathered one by one, each after the parts within it.
         mesh: the ranks; two dimensions replicate over the first.
         device: of this rank.
     """
 
+    calls: CallOrder | None = None
+    """By which ranks communicate parts in one order during a run."""
+    is_for_training = True
+    """Whether it was cut by a run that trains; what an evaluation has cut is not verified yet."""
+    in_step = _is_written = False
+    _is_announced = _reduces = True
+    """Whether a backward pass may have gradients, and reduces them: its loss is weighted by the rank's samples."""
+
     def __init__(
         self, module: nn.Module, names: Sequence[str], mesh: DeviceMesh, device: torch.device, options: ShardOptions
     ) -> None:
-        self.module = module
-        self._options = options
-        self.in_step = self._is_written = self._is_converted = False
-        self.is_for_training = True
-        """Whether it was cut by a run that trains; what an evaluation has cut is not verified yet."""
-        self._is_announced = self._reduces = True
-        """Whether a backward pass may have gradients: its loss is weighted by the rank's samples."""
-        self._used: set[int] = set()
+        self.module, self._options = module, options
         self.note: Callable[[str, Tensor], None] = lambda name, value: None
         """Receives the name and the value of a gathered parameter that was written to."""
-        self.calls: CallOrder | None = None
-        """By which ranks communicate parts in one order during a run."""
+        self._used: set[int] = set()
         self._before = dict(module.named_parameters(remove_duplicate=False))
         self._hooks = range(RemovableHandle.next_id, RemovableHandle.next_id)
+        """The numbers of the hooks that are registered here."""
         parts = [module.get_submodule(name) for name in names]
         hooks = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in module.parameters()]
         self._gathered: dict[nn.Module, list[Gathered]] = {part: [] for part in parts}
         on_cpu = mesh.device_type == "cpu"  # there is nothing to pin for there
         offload = CPUOffloadPolicy(pin_memory=not on_cpu) if options.cpu_offload else OffloadPolicy()
-        root = _Root(module)
+        self._root: Any = _Root(module)
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.device == device or tensor.is_meta else tensor.detach().to(device)
 
-        for name, part in zip((*names, ""), (*parts, root), strict=True):
+        for name, part in zip((*names, ""), (*parts, self._root), strict=True):
             # torch's FSDP would set `tensor.data`, which it refuses for devices of other makers (PrivateUse1)
             apply_anew(part, moved)
             for metric in (one for one in part.modules() if isinstance(one, Metric)):
                 metric._apply(moved)  # its states are neither parameters nor buffers
             scalars = {parameter for parameter in part.parameters() if not parameter.dim()}  # torch can't cut them
-            again = None if part is root else options.reshard_after_forward  # torch keeps the root's own by itself
+            again = options.reshard_after_forward if name else None  # torch keeps the root's own by itself
             part.register_forward_hook(self._put_back)
             fully_shard(part, mesh=mesh, offload_policy=offload, ignored_params=scalars, reshard_after_forward=again)
-            sharded_part, said = cast(Any, part), name or "the rest of the module"
+            cut, said = cast(Any, part), name or "the rest of the module"
             verify = partial(self._verify_call, f"gathering {said}")
-            sharded_part.set_custom_all_gather(InOrder(dist.all_gather_single, verify))
+            cut.set_custom_all_gather(InOrder(dist.all_gather_single, verify))
             verify = partial(self._verify_call, f"reducing gradients of {said}")
-            sharded_part.set_custom_reduce_scatter(InOrder(dist.reduce_scatter_single, verify))
+            cut.set_custom_reduce_scatter(InOrder(dist.reduce_scatter_single, verify))
             for key, before in self._before.items():
                 if key.startswith(f"{name}." if name else "") and before.dim() and not before.is_meta:
                     before.data = before.data.new_empty(0)  # the shards are copies
         for loads in (part._load_state_dict_post_hooks for part in module.modules()):
             loads.update({n: partial(_unless_gathered, own) for n, own in loads.items() if n >= self._hooks.start})
-        self._root = cast(Any, root)
         for parameter, (backward, accumulated) in zip(module.parameters(), hooks, strict=True):
             parameter._backward_hooks = backward
             parameter._post_accumulate_grad_hooks = accumulated
-        vars(module).update({_KEY: self, "__deepcopy__": partial(refuse_copy, module)})
+        vars(module).update({_KEY: self, "__deepcopy__": partial(_refuse_copy, module)})
+        # torch learns of new shards, by `.to()`, from its root
         self._conversion = Replacement(module, "_apply", self._convert)
         for layer in (one for one in module.modules() if isinstance(one, nn.RNNBase)):
-            # cuDNN would have the weights look at memory of its own, into which no later values are gathered
+            # cuDNN would copy the weights, in each forward, to memory of its own, into which no values are gathered
             Replacement(layer, "flatten_parameters", _leave)
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
         # gloo has no mean; a group must take part with the same parameters on all ranks
         self._root.set_force_sum_reduction_for_comms(on_cpu)
         self._root.set_reduce_scatter_unused_params(True)
-        self._gather_alone()
+        # the module itself may be called outside of a step, in a hook of a callback
+        module.register_forward_pre_hook(self._before_call, prepend=True)
+        module.register_forward_hook(self._after_call, always_call=True)
 
     def verify_same(self, options: ShardOptions) -> None:
         """Refuse to go on with a module that was cut in another way than is asked for now."""
@@ -146,13 +134,19 @@ class ShardedModule:
         if self.calls is not None:
             self.calls.verify(call)
 
-    def allocate(self, device: torch.device) -> None:
-        """Give what is on the meta device memory without values."""
+    def _convert(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
+        self._root._apply(*args, **kwargs)
+        return self.module
 
-        def allocated(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    def _before_call(self, *_: Any) -> None:
+        if not self.in_step:
+            self._root.unshard()
 
-        self.module._apply(allocated)
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.in_step and torch.is_grad_enabled():
+            self._announce_backward(output)
+        elif not self.in_step:
+            self.release()
 
     def prime(self) -> None:
         """Gather each part once: memory that is first allocated in inference mode could not be trained with."""
@@ -161,15 +155,16 @@ class ShardedModule:
         with torch.inference_mode(False), torch.no_grad():
             self._root(lambda: None)  # torch finds out here what is in which part
             self._root.reshard()
-            for part in self._root.modules():
-                if isinstance(part, FSDPModule):
-                    shards = list(cast(nn.Module, part).parameters())
-                    part.unshard()
-                    pairs = zip(shards, cast(nn.Module, part).parameters(), strict=True)
-                    self._gathered[cast(nn.Module, part)] = [
-                        Gathered.of(whole, shard, names[id(shard)]) for shard, whole in pairs if whole is not shard
-                    ]
-                    part.reshard()
+            sharded_parts: list[Any] = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
+            for part in sharded_parts:
+                shards = list(part.parameters())
+                part.unshard()
+                self._gathered[part] = [
+                    Gathered.of(whole, shard, names[id(shard)])
+                    for shard, whole in zip(shards, part.parameters(), strict=True)
+                    if whole is not shard
+                ]
+                part.reshard()
         self.parameters: list[nn.Parameter] = [gathered.shard for gathered in self.gathered]
         """The shards, also while the module has gathered parameters in their places."""
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -177,8 +172,11 @@ class ShardedModule:
             if gathered.is_floating_point() or gathered.is_complex():
                 gathered.requires_grad_().register_post_accumulate_grad_hook(self._note_use)
         for name, before in self._before.items():
-            owner, _, key = name.rpartition(".")
-            Kept.from_before(before, self.module.get_submodule(owner), key)
+            place, _, key = name.rpartition(".")
+            owner, kept = self.module.get_submodule(place), cast(Any, before)
+            if owner._parameters[key] is not before and type(before) is not Kept:
+                before.data, before.grad = before.data.new_empty(0), None
+                kept.__class__, kept.owner, kept.key = Kept, owner, key
         self.follow_flags()
         self._hooks = range(self._hooks.start, RemovableHandle.next_id)
 
@@ -196,31 +194,6 @@ class ShardedModule:
                         group["params"][i] = shard = parameter.now()
                         if parameter in optimizer.state:
                             optimizer.state[shard] = shard_entry(optimizer.state.pop(parameter), shard)
-
-    def _convert(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> nn.Module:
-        """Convert the module (`.to()`) so that torch learns of its new shards."""
-        if self._is_converted:
-            return own(*args, **kwargs)
-        with replaced(self, "_is_converted", True):
-            self._root._apply(*args, **kwargs)
-        return self.module
-
-    def _gather_alone(self) -> None:
-        """Gather the root's parameters when the module itself is called outside of a step, in a hook of a callback."""
-
-        def before(module: nn.Module, args: Any) -> None:
-            if not self.in_step:
-                self._root.unshard()
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not self.in_step:
-                if torch.is_grad_enabled():
-                    self._announce_backward(output)
-                else:
-                    self.release()
-
-        self.module.register_forward_pre_hook(before, prepend=True)
-        self.module.register_forward_hook(after, always_call=True)
 
     def run(self, step: Callable[[], Any], backward_follows: bool) -> Any:
         """Run a step, for which the root's own parameters are gathered.
@@ -256,7 +229,7 @@ class ShardedModule:
             self._put_back(part)
 
     def _put_back(self, part: nn.Module, *_: Any) -> None:
-        """Give the shards of a part what was written to it: a hook that runs before torch releases it."""
+        """The same of one part: a hook that runs before torch releases it."""
         for gathered in self._gathered.get(part, ()):
             if gathered.is_written:
                 self.note(gathered.key, gathered)
@@ -264,7 +237,7 @@ class ShardedModule:
 
     def verify_reduced(self) -> None:
         """Refuse gradients of this rank's own, before an optimizer steps without them."""
-        refuse_unreduced([gathered.key for gathered in self.gathered if gathered.own_grad is not None])
+        _refuse_unreduced([gathered.key for gathered in self.gathered if gathered.own_grad is not None])
 
     def begin_backward(self, loss: Tensor) -> None:
         """Have the gradients that are left at the end of the loss's backward pass reduced."""
@@ -296,7 +269,7 @@ class ShardedModule:
                 "where the layer is made, or use strategy=ddp."
             )
         if not self._is_announced:
-            refuse_unreduced([gathered.key])
+            _refuse_unreduced([gathered.key])
         self._used.add(id(gathered))
 
     def keep_root(self, keep: bool) -> None:
@@ -349,7 +322,7 @@ class ShardedModule:
 
     def recover(self) -> None:
         """Release everything after a failure within a step, unless the failure was that it can't be released."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, AttributeError):
             self._root.reset_iter_state()
 
     def reduce_accumulated(self) -> None:
@@ -361,12 +334,36 @@ class ShardedModule:
         self.finish_backward()
         self.release()
 
-    def put_together(self, optimizers: Sequence[Optimizer], is_first: bool) -> None:
+    def take_unused(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, by name, that had no gradient on this rank since this was last asked for."""
+        trained = [gathered for gathered in self.gathered if gathered.shard.requires_grad]
+        unused = {gathered.key: gathered.shard for gathered in trained if id(gathered) not in self._used}
+        self._used.clear()
+        return unused
+
+    def put_together(self, optimizers: Sequence[Optimizer], keep: bool) -> None:
         """Make the module whole again on the first rank, or on each of them if all say so; all must call this."""
-        for before in self._before.values():
-            if isinstance(before, Kept):
-                before.end()
-        put_together(self.module, self._before, optimizers, is_first)
+        whole: dict[Any, nn.Parameter] = {}
+        for name, shard in list(self.module.named_parameters(remove_duplicate=False)):
+            if shard not in whole:
+                gradient, value = gather_tree((shard.grad, shard.detach()), keep)
+                parameter = cast(Any, self._before.get(name, shard))  # a layer that is new has no shards
+                if vars(parameter).pop("owner", None) is not None:  # kept from before
+                    parameter.__class__ = nn.Parameter
+                parameter = nn.Parameter(value) if parameter.is_meta or not keep else parameter
+                parameter.grad = None
+                parameter.data = value
+                parameter.requires_grad_(shard.requires_grad)
+                parameter.grad = gradient
+                whole[shard] = parameter
+            owner, _, key = name.rpartition(".")
+            self.module.get_submodule(owner).register_parameter(key, whole[shard])
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [whole.get(parameter, parameter) for parameter in group["params"]]
+            states = {whole.get(shard, shard): gather_tree(state, keep) for shard, state in optimizer.state.items()}
+            optimizer.state.clear()
+            optimizer.state.update(states)
         self._conversion.remove()
         for part in self.module.modules():
             _forget_sharding(part)
@@ -376,20 +373,15 @@ class ShardedModule:
         for key in (_KEY, "__deepcopy__"):
             del vars(self.module)[key]
 
-    def take_unused(self) -> dict[str, nn.Parameter]:
-        """The trained parameters, by name, that had no gradient on this rank since this was last asked for."""
-        unused = {
-            gathered.key: gathered.shard
-            for gathered in self.gathered
-            if gathered.shard.requires_grad and id(gathered) not in self._used
-        }
-        self._used.clear()
-        return unused
+
+def _unless_gathered(follow: Callable[..., None], module: nn.Module, *args: Any) -> None:
+    """Have torch follow what was loaded into shards; what is gathered gives its shards what was written to it."""
+    if not any(isinstance(parameter, Gathered) for parameter in module.parameters(recurse=False)):
+        follow(module, *args)
 
 
-def sharded(module: nn.Module) -> ShardedModule | None:
-    """What has cut a module, or None."""
-    return vars(module).get(_KEY)
+def _leave(flatten_parameters: Callable[[], None]) -> None:
+    """Leave weights where they are gathered."""
 
 
 def _forget_sharding(part: nn.Module) -> None:
@@ -403,5 +395,18 @@ def _forget_sharding(part: nn.Module) -> None:
         vars(parameter).pop("_fsdp_orig_uid", None)
 
 
-def _leave(flatten_parameters: Callable[[], None]) -> None:
-    """Leave weights where they are gathered: cuDNN copies them in each forward."""
+def _refuse_unreduced(names: Sequence[str]) -> None:
+    """Refuse gradients that a step has computed without having them averaged over the ranks."""
+    if names:
+        raise ConfigError(
+            f"fsdp: training_step computed gradients of {', '.join(names[:3])} from this rank's samples alone. Compute "
+            "them by self.manual_backward(loss), which averages them over the ranks; if its loss has gradients of "
+            "torch.autograd.grad in it, set strategy.shard=[]. Or set strategy=single_device."
+        )
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> None:
+    raise ConfigError(
+        f"fsdp: {type(module).__name__} is cut over the ranks, so that it can't be copied (copy.deepcopy), as a "
+        "callback or a hook tries to. Copy it in __init__; for a second run with such a callback, make the module anew."
+    )

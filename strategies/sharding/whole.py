@@ -1,25 +1,35 @@
-"""Put sharded tensors together on rank 0, and cut whole tensors into shards."""
+"""Put sharded tensors together on rank 0, cut whole tensors into shards, and give shards their places in a file."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Replace the tensors in nested dicts, lists and tuples."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        mapped = {key: map_tensors(value, function) for key, value in cast("dict[Any, Any]", tree).items()}
+        return OrderedDict(mapped) if isinstance(tree, OrderedDict) else mapped
+    if type(tree) in (list, tuple):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree
 
 
 def gather_tree(tree: Any, keep: bool) -> Any:
     """Replace the sharded tensors in nested dicts, lists and tuples by whole ones, one after the other.
 
-    All ranks must call this with the same structure.
-
-    Args:
-        tree: the structure; it is not changed.
-        keep: whether this rank needs the values: they are copied to host memory. Elsewhere they are on the meta device.
+    All ranks must call this with the same structure; where one does not `keep` the values, which are copied to host
+    memory, they are on the meta device.
     """
 
     def gathered(tensor: Tensor) -> Tensor:
@@ -31,46 +41,10 @@ def gather_tree(tree: Any, keep: bool) -> Any:
     return map_tensors(tree, gathered)
 
 
-def put_together(
-    module: nn.Module, before: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], keep: bool
-) -> None:
-    """Give a module, and the optimizers of it, whole parameters in the place of shards.
-
-    All ranks must call this.
-
-    Args:
-        before: the parameters, by name, that the shards were cut from; they are used again.
-        keep: whether this rank needs the values; see `gather_tree`.
-    """
-    whole: dict[Any, nn.Parameter] = {}
-    for name, shard in list(module.named_parameters(remove_duplicate=False)):
-        if shard not in whole:
-            gradient, value = gather_tree((shard.grad, shard.detach()), keep)
-            parameter = before.get(name, shard)  # a layer that is new has no shards
-            parameter = nn.Parameter(value) if parameter.is_meta or not keep else parameter
-            parameter.grad = None
-            parameter.data = value
-            parameter.requires_grad_(shard.requires_grad)
-            parameter.grad = gradient
-            whole[shard] = parameter
-        owner, _, key = name.rpartition(".")
-        module.get_submodule(owner).register_parameter(key, whole[shard])
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"][:] = [whole.get(parameter, parameter) for parameter in group["params"]]
-        states = {whole.get(shard, shard): gather_tree(state, keep) for shard, state in optimizer.state.items()}
-        optimizer.state.clear()
-        optimizer.state.update(states)
-
-
 def shard_like(whole: Tensor, shard: Any) -> Tensor:
-    """Cut a whole tensor, the same on all ranks, as another one is; nothing is communicated.
+    """Cut a whole tensor, the same on all ranks, as another one is, without communication; a plain one stays whole.
 
-    Args:
-        shard: a tensor that may be sharded. One of another shape says only on which ranks.
-
-    Returns:
-        The part of this rank, on the device of `shard`.
+    Of a `shard` of another shape only its device and its ranks count.
     """
     if not isinstance(shard, DTensor) or isinstance(whole, DTensor):
         return whole
@@ -94,11 +68,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of all tensors as one vector, whole where they are sharded; all ranks must call this alike.
-
-    Args:
-        norm_type: 2 for the Euclidean norm, `inf` for the largest absolute value.
-    """
+    """The norm of all tensors as one vector, whole where they are sharded; all ranks must call this alike."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     return get_total_norm([*(norms_of(sharded, norm_type) if sharded else ()), *plain], norm_type)
@@ -115,39 +85,127 @@ def norms_of(tensors: Sequence[DTensor], norm_type: float = 2) -> list[Tensor]:
     return list(torch.linalg.vector_norm(torch.stack(found), norm_type, dim=0).unbind())
 
 
-def map_tensors(tree: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Replace the tensors in nested dicts, lists and tuples."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        mapped = {key: map_tensors(value, function) for key, value in cast("dict[Any, Any]", tree).items()}
-        return OrderedDict(mapped) if isinstance(tree, OrderedDict) else mapped
-    if type(tree) in (list, tuple):
-        return type(tree)(map_tensors(value, function) for value in tree)
-    return tree
-
-
-def apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def apply_anew(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Put new parameters and buffers in the place of those that a function changes, tied ones once.
 
     `nn.Module._apply` sets `tensor.data` instead, which torch refuses where a tensor becomes one of another kind.
     """
     changed: dict[int, Any] = {}
-    for part in module.modules() if recurse else [module]:
-        for kind in (part._parameters, part._buffers):
-            for name, tensor in kind.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in changed:
-                    with torch.no_grad():
-                        new = function(tensor)
-                    is_new = new is not tensor and isinstance(tensor, nn.Parameter)
-                    changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_new else new
-                kind[name] = changed[id(tensor)]
-    return module
+    for kind in (kind for part in module.modules() for kind in (part._parameters, part._buffers)):
+        for name, tensor in kind.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in changed:
+                with torch.no_grad():
+                    new = function(tensor)
+                is_new = new is not tensor and isinstance(tensor, nn.Parameter)
+                changed[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_new else new
+            kind[name] = changed[id(tensor)]
 
 
 @torch.no_grad()
 def broadcast_together(tensors: Sequence[Tensor], bucket_bytes: int, rank: int = 0) -> None:
     """Give all ranks the values that tensors have on one, in few transfers, as DistributedDataParallel does."""
     dist._broadcast_coalesced(cast("dist.ProcessGroup", dist.group.WORLD), list(tensors), bucket_bytes, rank)
+
+
+PLACE = "evener_place"
+"""The key of a dict that stands for a tensor: where it begins in bytes, its dtype, shape and strides."""
+ALIGNMENT = 64
+"""Bytes of which each tensor's beginning is a multiple."""
+
+
+class Entry(NamedTuple):
+    """A tensor in a file that all ranks write: where it begins, its rows, and the ranks that it is cut over, 1 if not.
+
+    Torch cuts along dimension 0, in equal chunks but for the last. So the rows of all ranks, one after the other, are
+    the whole tensor: whoever reads the file, on any number of ranks, finds whole tensors in it.
+    """
+
+    start: int
+    num_rows: int
+    row_bytes: int
+    num_parts: int
+
+    def part(self, index: int) -> tuple[int, int]:
+        """Where the rows of a rank begin, and how many bytes they are."""
+        chunk = -(-self.num_rows // self.num_parts)
+        first, last = (min(self.num_rows, i * chunk) for i in (index, index + 1))
+        return self.start + first * self.row_bytes, (last - first) * self.row_bytes
+
+
+@dataclass
+class Placed:
+    """A checkpoint with places instead of its sharded tensors.
+
+    Args:
+        state: the same on all ranks where it has places.
+        parts: this rank's rows of each tensor; None where another rank writes them.
+        num_writers: number of ranks that write.
+        writer: which of them this rank is; None if it writes nothing.
+        num_bytes: of all tensors, with the gaps between them.
+    """
+
+    state: Any = None
+    entries: list[Entry] = field(default_factory=list[Entry])
+    parts: list[Tensor | None] = field(default_factory=list["Tensor | None"])
+    num_writers: int = 1
+    writer: int | None = None
+    num_bytes: int = 0
+
+
+def place_shards(checkpoint: Mapping[str, Any], is_first: bool) -> Placed:
+    """Give each sharded tensor of a checkpoint its place; all ranks must call this with the same structure.
+
+    The first rank writes even if nothing is sharded.
+    """
+    placed = Placed(writer=0 if is_first else None)
+
+    def place(tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        mesh, shape, start = tensor.device_mesh, tensor.shape, placed.num_bytes
+        coordinate = cast("list[int]", mesh.get_coordinate())  # every rank is in the mesh
+        is_cut = isinstance(tensor.placements[-1], Shard)
+        num_rows, placed.num_writers = (shape[0] if is_cut else 1), mesh.size(mesh.ndim - 1)
+        num_parts = placed.num_writers if is_cut else 1
+        placed.entries.append(Entry(start, num_rows, tensor.nbytes // max(num_rows, 1), num_parts))
+        placed.writer = None if any(coordinate[:-1]) else coordinate[-1]
+        writes = placed.writer is not None and (is_cut or placed.writer == 0)
+        placed.parts.append(cast(DTensor, tensor.detach()).to_local() if writes else None)
+        placed.num_bytes = start + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        stride = torch.empty(shape, device="meta").stride()
+        return {PLACE: [start, str(tensor.dtype).removeprefix("torch."), list(shape), list(stride)]}
+
+    placed.state = map_tensors(checkpoint, place)
+    return placed
+
+
+@dataclass(frozen=True)
+class Writers:
+    """The ranks that write a checkpoint together.
+
+    Args:
+        is_first: whether this is rank 0, which writes all that is not sharded, at last.
+        broadcast: gives a value of rank 0 to all.
+        timeout_s: seconds that rank 0 waits for the others.
+    """
+
+    is_first: bool
+    broadcast: Callable[[str], str]
+    timeout_s: float
+
+
+class ShardIO(ABC):
+    """A checkpoint plugin that can write and read checkpoints in shards."""
+
+    sharded = False
+    """Whether it writes them in shards, where the strategy has them."""
+
+    @abstractmethod
+    def save_shards(self, placed: Placed, path: Any, writers: Writers) -> None:
+        """Write a checkpoint; every rank must call it."""
+
+    @abstractmethod
+    def load_shards(self, path: Any, reader: int, num_readers: int) -> dict[str, Any]:
+        """Read a checkpoint whose sharded tensors stay in their file until they are used; each reader verifies some."""

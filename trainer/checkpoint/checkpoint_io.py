@@ -32,8 +32,7 @@ from typing_extensions import override
 
 from ...strategies.core.devices import flat_bytes, has_streams
 from ...strategies.distributed.store import RankError
-from ...strategies.sharding.placed import Placed, ShardIO, Writers
-from ...strategies.sharding.whole import map_tensors
+from ...strategies.sharding.whole import Placed, ShardIO, Writers, map_tensors
 from ._hparams import to_plain
 from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, releasing, write
 

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
-from ...strategies.sharding.placed import PLACE, Entry
-from ...strategies.sharding.whole import map_tensors
+from ...strategies.sharding.whole import PLACE, Entry, map_tensors
 
 logger = logging.getLogger(__name__)
 

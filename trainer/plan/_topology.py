@@ -22,7 +22,7 @@ from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import name_of
 from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
-from ...strategies.sharding.sharded_module import ShardOptions
+from ...strategies.sharding.parts import ShardOptions
 from ..config.checks import plain
 
 

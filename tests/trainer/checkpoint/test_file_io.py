@@ -22,7 +22,7 @@ from tiny import quiet
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
 from evener.strategies.distributed.store import RankError
-from evener.strategies.sharding.placed import PLACE, Writers, place_shards
+from evener.strategies.sharding.whole import PLACE, Writers, place_shards
 from evener.trainer.checkpoint import file_io
 from evener.trainer.checkpoint._hparams import to_plain
 from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
