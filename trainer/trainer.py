@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
+import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import Timer
@@ -31,13 +32,13 @@ from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish
 from .checkpoint.checkpoint_io import VerifiedCheckpointIO
-from .checkpoint.clean_points import ExactCheckpoints
+from .checkpoint.clean_points import ExactCheckpoints, ResumingFitLoop
 from .loggers.journal import open_files, refresh_files
 from .logging.connector import LeanLoggerConnector, lean_logging
 from .loops.evaluation_loops import LeanEvaluationLoop, LeanPredictionLoop
 from .loops.explained_errors import explain
-from .loops.hook_plan import TimedBar, is_lean
-from .loops.loops import LeanFitLoop, LeanTrainingEpochLoop
+from .loops.loops import LeanTrainingEpochLoop
+from .loops.step_plan import TimedBar, is_tested
 
 OnNonFinite: TypeAlias = Literal["raise", "skip_step", "off", False] | None
 
@@ -148,7 +149,7 @@ class Trainer(pl.Trainer):
         bar = self.progress_bar_callback
         self.timed_bar = None if bar is None or id(bar) in own else TimedBar(bar)
         self.exact_accumulation = exact_accumulation
-        self.lean = is_lean(lean)
+        self.lean = is_tested(torch.__version__, pl.__version__) if lean is None else lean
         self.agreed_to_stop = False
         self._signal: int | None = None
         self._agreed_log_dir: tuple[str | None] | None = None
@@ -176,7 +177,7 @@ class Trainer(pl.Trainer):
         self._logger_connector = connector
         self._checkpoint_connector = ExactCheckpoints(self)
         lightnings = self.fit_loop
-        self.fit_loop = LeanFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
         self.validate_loop = LeanEvaluationLoop(
             self, TrainerFn.VALIDATING, RunningStage.VALIDATING, inference_mode=inference_mode

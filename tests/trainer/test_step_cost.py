@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[[type[pl.Trainer], Path, int], None], Callable[[
 def test_a_step_costs_little_more_than_one_written_by_hand(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # pain 15
-    monkeypatch.setattr("evener.trainer.loops.hook_plan.REFRESH_S", 1e9)  # slow steps would refresh more often
+    monkeypatch.setattr("evener.trainer.loops.step_plan.REFRESH_S", 1e9)  # slow steps would refresh more often
     run, hand, bound = CASES[case]
     ours, lightning = (calls_per_batch(partial(run, trainer, tmp_path)) for trainer in (Trainer, pl.Trainer))
     assert ours - calls_per_batch(hand) <= bound

@@ -62,24 +62,6 @@ def test_the_bar_that_lightning_appends_is_drawn_by_time_and_a_given_one_keeps_i
     assert quiet(callbacks=[TQDMProgressBar(refresh_rate=7)], enable_progress_bar=True).timed_bar is None
 
 
-def test_a_hook_reads_how_far_tqdms_bar_is_though_it_is_drawn_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytorch_lightning.trainer.connectors.callback_connector._RICH_AVAILABLE", False)
-
-    class Reading(BoringModel):
-        seen: list[int]
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.seen.append(self.trainer.progress_bar_callback.train_progress_bar.n)
-
-        def on_validation_batch_end(self, *_: Any) -> None:
-            self.seen.append(self.trainer.progress_bar_callback.val_progress_bar.n)
-
-    module, options = Reading(), {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 3}
-    module.seen = []
-    quiet(num_sanity_val_steps=0, enable_progress_bar=True, **options).fit(module)
-    assert module.seen == [1, 2, 3, 4, 1, 2, 3]  # the bar's hook runs before the module's; it was [1, 1, 1, 4, 0, 0, 3]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

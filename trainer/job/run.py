@@ -226,7 +226,8 @@ def fit(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> dict[str, floa
             "Nothing was trained: the training loader is empty. Give it samples; with drop_last=True, at least "
             "batch_size of them."
         )
-    if getattr(trainer.fit_loop, "took_no_step", False):
+    loop: Any = trainer.fit_loop.epoch_loop
+    if 0 < getattr(loop.automatic_optimization, "num_none", 0) == loop.batch_progress.total.started:
         raise ConfigError(
             "Nothing was trained: training_step returned None for every batch, so no optimizer step was taken. Return "
             "the loss; if training_step steps the optimizers itself, set automatic_optimization=False in the module."

@@ -1,5 +1,5 @@
 """Run Lightning's loops without the calls that have no effect.
 
-Exports: hook_plan, loops, evaluation_loops, explained_errors, accumulation.
+Exports: loops, evaluation_loops, step_plan, train_step, explained_errors.
 May import: checkpoint, logging.
 """

@@ -9,8 +9,9 @@ import torch
 from parity import CASES, PLANS, assert_equal, baseline, fit, make_module, run
 from tiny import quiet
 
-from evener.trainer.loops import hook_plan
-from evener.trainer.loops._train_step import TrainStep
+from evener.trainer import trainer as trainer_file
+from evener.trainer.loops import step_plan
+from evener.trainer.loops.train_step import TrainStep
 
 SLOW = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["ragged", "accumulation_with_a_short_tail", pytest.param("all", marks=SLOW)])
 def test_training_without_lean_steps_equals_one_device(name: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook_plan, "_is_tested", lambda *_: False)
+    monkeypatch.setattr(trainer_file, "is_tested", lambda *_: False)
     num_devices, strategy = PLANS[plan]
     for case in CASES.values() if name == "all" else [CASES[name]]:
         assert_equal(run(case, strategy(**case.strategy), devices=num_devices), baseline(case), case.tolerance)
@@ -40,17 +41,17 @@ def test_the_argument_decides() -> None:
     assert not fit(case, make_module(case), "auto", devices=1, lean=False).lean
 
 
-@pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (hook_plan.pl, "Lightning")])
+@pytest.mark.parametrize(("library", "name"), [(torch, "torch"), (trainer_file.pl, "Lightning")])
 def test_an_untested_version_is_told_once(library: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "__version__", "2.99.1")
     with pytest.warns(UserWarning, match=rf"not tested with {name} 2\.99\.1 \(tested: 2\."):
-        assert not hook_plan.is_lean(None)
-    assert not hook_plan.is_lean(None)  # a second warning would be an error here
-    assert hook_plan.is_lean(True)
+        assert not quiet().lean
+    assert not quiet().lean  # a second warning would be an error here
+    assert quiet(lean=True).lean
 
 
 def test_every_version_that_can_be_installed_takes_lean_steps() -> None:
     (limits,) = [re.findall(r"[<>]=?[\d.]+", word) for word in requires("evener") or [] if re.match(r"torch\b", word)]
     (least,) = [int(limit.split(".")[1]) for limit in limits if limit.startswith(">=")]
     (beyond,) = [int(limit.split(".")[1]) for limit in limits if re.match(r"<\d", limit)]
-    assert hook_plan.TESTED["torch"] == tuple(f"2.{minor}" for minor in range(least, beyond))
+    assert step_plan.TESTED["torch"] == tuple(f"2.{minor}" for minor in range(least, beyond))
