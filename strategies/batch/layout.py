@@ -147,22 +147,14 @@ class Layout(Protocol):
         """Begin a run with the placed module; `structures` tells how its batches are cut."""
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module (`training_step`, ...) on a batch.
-
-        Returns:
-            What the module would return for the whole batch on one device, the loss on the root device.
-        """
+        """Run a step of the module; returns what it would for the whole batch on one device, the loss on the root."""
         ...
 
     def weights_changed(self) -> None:
         """Learn that somebody may have written to parameters."""
 
     def finish_step(self) -> bool:
-        """Learn that the optimizer has stepped.
-
-        Returns:
-            Whether parameters have moved to other devices.
-        """
+        """Learn that the optimizer has stepped; returns whether parameters have moved to other devices."""
         return False
 
     def describe(self) -> str:
@@ -174,11 +166,7 @@ class Layout(Protocol):
 
 
 def drop_layout(strategy: Any, unless_on: Sequence[torch.device] = ()) -> None:
-    """Have a strategy make its layout, a cached property, anew.
-
-    Args:
-        unless_on: the devices of a layout that may stay.
-    """
+    """Have a strategy make its layout, a cached property, anew, unless it is on these devices."""
     made: Layout | None = vars(strategy).get("layout")
     if made is not None and made.devices != list(unless_on):
         del strategy.layout
@@ -260,19 +248,11 @@ class PartsLayout(Layout):
         return None if result is None else attach(result)
 
     def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
-        """Run the training step on each part that has samples, with the `rest` of its arguments.
-
-        Returns:
-            What it returned for each, and what has the loss of the batch go backward through them.
-        """
+        """Run the training step on each part with samples; returns outputs, and what leads the loss back to them."""
         raise NotImplementedError
 
     def cut(self, batch: Batch, loader: int = 0) -> tuple[list[Chunk], list[int]]:
-        """Cut a batch of a loader; returns the parts, and their samples.
-
-        Raises:
-            PartsDiffer: it can't be cut.
-        """
+        """The parts of a batch of a loader, and their samples; raises PartsDiffer if it can't be cut."""
         structure = self.structures.of_batch(self.module.trainer, loader)
         num = structure.num_samples(batch)
         if not num:

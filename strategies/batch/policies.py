@@ -23,11 +23,7 @@ class Policy:
     """Decides the sizes of the parts of a batch."""
 
     def sizes(self, num_samples: int, num_parts: int) -> list[int]:
-        """Cut `num_samples` samples into `num_parts` parts.
-
-        Returns:
-            One size per part, in order; they sum to `num_samples` and none is negative.
-        """
+        """The sizes of the parts, in order; they sum to `num_samples` and none is negative."""
         raise NotImplementedError
 
     def verify(self, num_parts: int, strategy: str) -> None:
@@ -106,13 +102,7 @@ class Weighted(Policy):
 def without_single_samples(sizes: Sequence[int]) -> list[int]:
     """Merge parts of one sample into others, for layers that need two (BatchNorm in train mode).
 
-    A part of one sample gives it to the smallest other part that is not empty.
-
-    Args:
-        sizes: samples per part.
-
-    Returns:
-        Sizes with the same sum and no 1 among them, unless the sum itself is 1.
+    A part of one sample gives it to the smallest other part that is not empty; a batch of one sample stays so.
     """
     merged = list(sizes)
     for part, size in enumerate(sizes):

@@ -143,15 +143,9 @@ class ResultStructure:
         self._joiner = Joiner(self._said, self._no_value)
 
     def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
-        """Join the results of chunks: what one device would have returned for the whole batch.
+        """What one device would return, of the results of the chunks with samples; on a device, or the first's.
 
-        Args:
-            results: one per chunk that had samples.
-            sizes: samples per chunk.
-            device: where joined tensors live; None takes the first chunk's.
-
-        Raises:
-            NoValueError: a value that can't be joined is used later; the message names it.
+        A value that can't be joined raises NoValueError where it is used, which names it.
         """
         used = [size for size in sizes if size]
         assert len(results) == len(used) > 0
@@ -261,16 +255,7 @@ class ChunkLosses:
 
 
 def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) -> ChunkLosses:
-    """Read the losses and their weights from what `training_step` returned for each chunk.
-
-    Args:
-        outputs: one per chunk, a loss or a mapping with `loss`.
-        sizes: samples per chunk; of one without samples there is no output.
-        strategy: name that begins error messages.
-
-    Raises:
-        ConfigError: a loss is missing, or is not a scalar.
-    """
+    """The losses and their weights in what `training_step` returned for each chunk with samples, or ConfigError."""
     sizes = [size for size in sizes if size > 0]
     losses: list[Any] = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
     for i, loss in enumerate(losses):
@@ -298,16 +283,7 @@ def join_evaluated(
 
 
 def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = None) -> Tensor | float:
-    """Find the weight of one step's loss.
-
-    Args:
-        output: what `training_step` returned: a loss, or a mapping with `loss` and perhaps `loss_weight`.
-        batch: the batch it was computed on.
-        structure: how its samples are counted; None takes the first tensor's rows.
-
-    Returns:
-        `loss_weight` if the module returned one (a tensor stays a tensor: nothing is read back to the host), otherwise
-        the number of samples.
+    """What one step's loss weighs: the `loss_weight` in its output (a tensor stays one), else the batch's samples.
 
     Raises:
         ConfigError: the module returned no weight, and the batch holds no tensor to count samples by.

@@ -149,14 +149,7 @@ _WORDS: dict[Any, str] = {"list": "list", "none": "shared", None: "shared", 0: "
 
 
 def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
-    """Read the option `batch_dims`.
-
-    Returns:
-        For each path the role (or the reduction) of its value.
-
-    Raises:
-        ConfigError: a word is unknown.
-    """
+    """Read the option `batch_dims`: for each path the role (or the reduction) of its value; refuse unknown words."""
     for key, word in (dims or {}).items():
         if word not in _WORDS or isinstance(word, bool):
             raise ConfigError(
@@ -191,10 +184,7 @@ class DeclaredDims:
 
 
 def num_samples(batch: Batch) -> int | None:
-    """Count the samples of a batch of which nothing else is known; None where it holds nothing to count.
-
-    For what is only shown. What is cut or weighed is counted by `BatchStructure.num_samples`.
-    """
+    """Count the samples of a batch of which nothing else is known, for what is only shown; None without any."""
     return BatchStructure().num_samples(batch)
 
 
@@ -252,11 +242,7 @@ class BatchStructure:
         return num
 
     def split(self, batch: Batch, sizes: Sizes) -> list[Chunk]:
-        """Cut a batch into chunks of its own type, one per size, in order; tensors are views of the batch's.
-
-        Raises:
-            PartsDiffer: a value can't be cut; the message names it.
-        """
+        """Cut a batch into chunks of its own type, one per size, of views; raises PartsDiffer, which names a value."""
         return self._cut(batch, list(sizes), sum(sizes), ())
 
     def _cut(self, value: Any, sizes: list[int], num: int, path: Path) -> list[Any]:

@@ -47,8 +47,7 @@ class Cuts:
     def views(self, batch: Batch, views: Views) -> Iterator[tuple[bool, int, MakesBatch]]:
         """Yield each view: whether it is that of ranks, the samples, and what makes a batch of those from i to j.
 
-        Args:
-            batch: the first one of the run, for loaders whose samples can't be chosen; None if there is none.
+        `batch` is the first one of the run, for loaders whose samples can't be chosen.
         """
         device, split = self._trial.device, self._structure.split
         try:

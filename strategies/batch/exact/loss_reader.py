@@ -104,11 +104,7 @@ class Part:
 
 
 def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
-    """Yield the nodes of a loss's graph, each once.
-
-    Args:
-        ends: numbers of nodes below which nothing matters; neither do graphs of several parts then.
-    """
+    """Yield the nodes of a loss's graph, each once, not below those of the numbers `ends`, or where parts meet."""
     seen, left = set[Any](), [loss.grad_fn]
     while left:
         node: Any = left.pop()

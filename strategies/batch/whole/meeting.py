@@ -43,14 +43,9 @@ class Seat:
     num_samples: Sequence[float]
 
     def meet(self, where: str, value: Any, combine: Combine) -> Any:
-        """Wait for the other parts, and return what `combine` makes for this one.
+        """Bring a value to a place, wait for the other parts there, and return what the first one's `combine` makes.
 
         If some have ended without coming here the step needs a whole batch.
-
-        Args:
-            where: names the place; all parts must be at the same.
-            value: what this part brings.
-            combine: called once; that of the first part.
         """
         return self.meeting.meet(self.part, where, value, combine)
 
@@ -252,12 +247,7 @@ def simulated_ranks() -> SimulatedRanks | None:
 
 
 def gathered(tensor: Tensor, strategy: str, over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Gather a tensor of this process's part of a batch.
-
-    Args:
-        tensor: of shape (n, ...), where n may differ between ranks.
-        strategy: name that begins messages.
-        over_ranks: gathers the rows from all ranks; None for one process.
+    """Gather rows of this process's part of a batch from all ranks, if there are others.
 
     Raises:
         PartsDiffer: a part of the process's batch calls it, which has no rows of the others.
