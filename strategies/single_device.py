@@ -8,7 +8,7 @@ import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
-from .batch.whole.over_batch import ended
+from .batch.over_batch import ended
 from .core.errors import ConfigError
 from .core.options import checked
 from .core.types import Device

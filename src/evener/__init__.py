@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .strategies.batch.whole.over_batch import mean, over_batch
+    from .strategies.batch.over_batch import mean, over_batch
 
     __version__: str
 
 __all__ = ["__version__", "mean", "over_batch"]
 
-_PLACES = {"mean": ".strategies.batch.whole.over_batch", "over_batch": ".strategies.batch.whole.over_batch"}
+_PLACES = {"mean": ".strategies.batch.over_batch", "over_batch": ".strategies.batch.over_batch"}
 
 
 def __getattr__(name: str) -> Any:

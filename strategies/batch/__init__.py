@@ -1,6 +1,6 @@
-"""Cut a batch into chunks and combine what the chunks return and log.
+"""Cut a batch into chunks, combine what the chunks return and log, and compute what is of the whole batch.
 
-Exports: layout, one_process, policies, batch_dims, structure, results, run_structures, samples, tree; losses,
-evaluation_lists, part_lists, log_recorder, part_metrics; exact, whole.
+Exports: layout, one_process, policies, structure, results, run_structures; evaluation_lists, part_lists, log_recorder,
+part_metrics; meeting, over_batch; exact.
 May import: core.
 """

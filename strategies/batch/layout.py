@@ -23,10 +23,10 @@ from ..core.module_checks import has_batchnorm
 from ..core.types import Batch, Chunk
 from .exact.loss_reader import LossReader
 from .log_recorder import LogRecorder
+from .over_batch import end_of_step
 from .policies import Policy, without_single_samples
 from .results import losses_in
 from .run_structures import RunStructures
-from .whole.over_batch import end_of_step
 
 OrWhole: TypeAlias = Literal["auto", False]
 """Whether steps may get whole batches: where a module trains otherwise in parts of them, or these can't be cut."""

@@ -22,10 +22,10 @@ from .exact.loss_reader import LossReader
 from .exact.verdict import Views
 from .exact.verifier import find_evaluated, verified
 from .layout import Layout, OrWhole, WholeSteps, drop_layout
+from .meeting import gathered
 from .results import weighs_in_loop
 from .run_structures import RunStructures, dataloader_index
 from .structure import BatchDims, verify_batch_dims
-from .whole.meeting import gathered
 
 
 class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):

@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from ..batch.layout import Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
+from ..batch.over_batch import end_of_step, ended
 from ..batch.policies import Even
 from ..batch.results import FOUND, losses_in
 from ..batch.run_structures import RunStructures
-from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator, precise_dtype, seconds_between, time_mark
 from ..core.errors import ConfigError
 from ..core.executor import ThreadState

@@ -24,7 +24,7 @@ from typing_extensions import override
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.exact.loss_reader import Part
 from ..batch.log_recorder import LogRecorder
-from ..batch.whole.meeting import InTurn, seated
+from ..batch.meeting import InTurn, seated
 from ..core.devices import is_accelerator
 from ..core.executor import Piece, ThreadState, Turns, reraised
 from ..core.module_checks import is_metric

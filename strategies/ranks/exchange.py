@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from typing_extensions import override
 
-from ..batch.whole.over_batch import Ranks
+from ..batch.over_batch import Ranks
 from ..core.devices import flat_bytes
 from ..core.errors import ConfigError
 from ..core.module_checks import callbacks_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..batch.whole.meeting import SimulatedRanks
+from ..batch.meeting import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.patching import replaced

@@ -20,9 +20,9 @@ from typing_extensions import override
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verdict import Plan
 from ..batch.layout import STEPS, SingleLayout
+from ..batch.over_batch import among
 from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.structure import num_samples
-from ..batch.whole.over_batch import among
 from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
 from ..core.patching import Kept, copied, kept_metrics, replaced

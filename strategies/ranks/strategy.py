@@ -22,9 +22,9 @@ from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import STEPS, GlobalView, Layout, SingleLayout, drop_layout
+from ..batch.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchDims, verify_batch_dims
-from ..batch.whole.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..core.errors import ConfigError
 from ..core.loop_contract import evaluation_step, load_states, run_backward, state_to_parameters, unwrapped
 from ..core.module_checks import hooked, verify_shapes, verify_takes_batches, verify_takes_parts

@@ -22,9 +22,9 @@ from ..batch.exact.step_comparison import StepComparison
 from ..batch.exact.verdict import Plan, Views
 from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.layout import GlobalView, WholeSteps, tell_whole
+from ..batch.meeting import Alone, SimulatedRanks
 from ..batch.results import weighs_in_loop
 from ..batch.run_structures import FewSamples, chosen_loaders, num_evaluated
-from ..batch.whole.meeting import Alone, SimulatedRanks
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_plain
 from ..core.patching import Replacement

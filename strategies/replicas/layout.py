@@ -16,12 +16,12 @@ from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verdict import Values
 from ..batch.layout import STEPS, Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
+from ..batch.meeting import Meeting, Seat, seat
+from ..batch.over_batch import end_of_step, ended
 from ..batch.policies import Even, Policy
 from ..batch.results import join_evaluated, losses_in
 from ..batch.run_structures import RunStructures, dataloader_index
 from ..batch.structure import BatchStructure
-from ..batch.whole.meeting import Meeting, Seat, seat
-from ..batch.whole.over_batch import end_of_step, ended
 from ..core.devices import is_accelerator, seconds_between, time_mark
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece

@@ -18,11 +18,11 @@ from ...core.module_log import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
+from ..over_batch import end_of_step
 from ..part_lists import Appended, with_loss
 from ..results import ResultStructure, combine, is_loss, join_evaluated
 from ..run_structures import FewSamples, takes_others_batches
 from ..structure import BatchStructure, Path, walk
-from ..whole.over_batch import end_of_step
 from .cuts import Cuts, Tried, said
 from .loss_reader import Part
 from .module_state import Written, are_alike, differences, gradients, small_parameters, tolerance, unlike

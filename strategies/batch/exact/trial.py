@@ -25,12 +25,12 @@ from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
 from ...core.patching import Replacement, hooks_of, kept_metrics, replaced
 from ...core.types import Batch
+from ..meeting import Combine, Meeting, SimulatedRanks, seat, simulating
+from ..over_batch import ended
 from ..part_lists import Appended, PartLists
 from ..part_metrics import PartMetrics
 from ..results import combine, is_loss, weight_in
 from ..run_structures import seeded
-from ..whole.meeting import Combine, Meeting, SimulatedRanks, seat, simulating
-from ..whole.over_batch import ended
 from .loss_reader import graph
 from .module_state import ModuleState, Written
 from .program_finder import Seen

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from ...batch.whole.meeting import Alone, simulating
+from ...batch.meeting import Alone, simulating
 from ...core.devices import is_accelerator
 from ...core.rng import random_state, set_random_state
 from ...core.types import Batch

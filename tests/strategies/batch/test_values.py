@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import BalancedDataParallelStrategy, DataParallelStrategy, DDPStrategy, ModelParallelStrategy
-from evener.strategies.batch.whole.over_batch import over_batch
+from evener.strategies.batch.over_batch import over_batch
 
 # 1 of the first five, and the sixth to the ninth, count: (1 + 6 + 7 + 8 + 9) / 5; by samples in [5, 4] it was 3.89
 X = torch.arange(1.0, 12.0, dtype=torch.float64)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from ...core.errors import ConfigError, PartsDiffer
-from ...core.executor import Piece, ThreadState, Turns, reraised
+from ..core.errors import ConfigError, PartsDiffer
+from ..core.executor import Piece, ThreadState, Turns, reraised
 
 Combine: TypeAlias = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 """Makes of what the parts bring, by number, what each of them receives."""
