@@ -19,12 +19,11 @@ import psutil
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from evener.strategies.distributed._heartbeat import HeartbeatMonitor
-from evener.strategies.distributed._stop import StopAgreement
+from evener.strategies.distributed._watch import HeartbeatMonitor, StopAgreement
 from evener.strategies.distributed.store import meet
 
 CONTEXT = multiprocessing.get_context("forkserver")  # torch's threads do not survive a fork of this process
-CONTEXT.set_forkserver_preload(["torch", "evener.strategies.distributed._heartbeat"])
+CONTEXT.set_forkserver_preload(["torch", "evener.strategies.distributed._watch"])
 TIMEOUT_S = 300.0
 
 

@@ -13,7 +13,7 @@ from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
 from .ddp import BalancedDDPStrategy, DDPStrategy
 from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
-from .distributed.scripts.launcher import StartMethod
+from .distributed.script_launcher import StartMethod
 from .dp import DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy

@@ -27,7 +27,7 @@ from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
-from ..strategies.distributed.process_exit import handled
+from ..strategies.distributed.processes import handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
 from .checkpoint import Checkpoint, RunTimer, distinguish

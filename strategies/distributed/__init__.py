@@ -1,6 +1,6 @@
 """Coordinate ranks: start, synchronize, sum, stop at the same step, and name a rank that fails.
 
-Exports: group, same_weights, options, objects, store, environment, sync_batchnorm,
-process_exit, processes, survivors, metrics, scripts.
+Exports: group, same_weights, options, objects, store, sync_batchnorm, processes,
+survivors, script_launcher, metrics.
 May import: core.
 """

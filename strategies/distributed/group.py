@@ -19,9 +19,9 @@ from torch.distributed import PrefixStore, Store, Work, distributed_c10d
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.patching import replaced
 from . import survivors
-from ._heartbeat import HeartbeatMonitor, place_of
-from ._stop import StopAgreement as StopAgreement
-from .process_exit import give_up_groups, leave_group
+from ._watch import HeartbeatMonitor, place_of
+from ._watch import StopAgreement as StopAgreement
+from .processes import give_up_groups, leave_group
 from .store import RANK_FAILED, RankError, another_connection, meet, root_store
 
 _num_runs = 0
@@ -29,29 +29,19 @@ SAME_ORDER = "All ranks must reach the same places in the same order."
 
 
 class RankGroup:
-    """The ranks of a run; every wait for them is bounded.
+    """The ranks of a run; each wait for them ends after `timeout_s`."""
 
-    Args:
-        timeout_s: seconds that a rank waits for the others before it fails.
-
-    Attributes:
-        devices: the devices of this process, the root device first.
-        failed: whether the run has failed.
-        heartbeat: tells others where this rank is; None outside of a run.
-        trainer: the trainer of the run; None before the first.
-        survivor: by which this rank can go on without others; None if it can't.
-    """
+    stopping: StopAgreement
+    """By which the ranks of this run, or the last one, agree on when to stop."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.timeout = timedelta(seconds=timeout_s)
-        self.devices: Sequence[torch.device] = ()
+        self.timeout_s, self.timeout = timeout_s, timedelta(seconds=timeout_s)
+        self.devices: Sequence[torch.device] = ()  # of this process, the root device first
         self.failed = False
-        self.heartbeat: HeartbeatMonitor | None = None
-        self._stopping: StopAgreement | None = None
+        self.heartbeat: HeartbeatMonitor | None = None  # outside of a run
         self.at_end: Callable[[], None] | None = None
         self._side: dist.ProcessGroup | None = None
-        self._verified: set[str] = set()
+        self._verified = set[str]()
         self.trainer: pl.Trainer | None = None
         self.survivor = survivors.own
 
@@ -82,20 +72,16 @@ class RankGroup:
                 f"{ranks} did not join within {self.timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). "
                 "See the output of that process; if it only needs more time to start, raise strategy.timeout_s."
             )
-        self._stopping = StopAgreement(rank, num_ranks, self._store, self.timeout_s, self.devices)
-        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self._stopping, self.timeout_s)
+        self.stopping = StopAgreement(rank, num_ranks, self._store, self.timeout_s, self.devices)
+        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, self.timeout_s)
         self.heartbeat.start()
 
     def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store) -> None:
         with self._connecting():
             dist.init_process_group(
-                backend,
-                store=PrefixStore(name, store),
-                rank=environment.global_rank(),
-                world_size=environment.world_size(),
-                timeout=self.timeout,
-                device_id=bound_device(self.devices, backend),
-            )
+                backend, store=PrefixStore(name, store), rank=self._rank, world_size=self._num_ranks,
+                timeout=self.timeout, device_id=bound_device(self.devices, backend),
+            )  # fmt: skip
 
     def _connecting(self) -> AbstractContextManager[None]:
         """Give up connecting where a rank dies without which the others can go on; torch waits for it."""
@@ -116,7 +102,7 @@ class RankGroup:
         self._join(environment, name)
         assert self.heartbeat is not None
         self.heartbeat.count_steps = heartbeat.count_steps
-        if before.armed and before.signal is not None:
+        if before.signal is not None:
             self.stopping.request(before.signal)
         # a connection of its own, on which nobody else waits behind a thread that is left alone
         self._form(environment, backend, name, another_connection(self._root_store))
@@ -145,47 +131,26 @@ class RankGroup:
         self.stopping.request(signum)
 
     @property
-    def stopping(self) -> StopAgreement:
-        """By which the ranks of this run, or the last one, agree on when to stop."""
-        assert self._stopping is not None
-        return self._stopping
-
-    @property
     def stop_signal(self) -> int | None:
         """The signal by which all ranks have agreed to stop, if any."""
-        return None if self._stopping is None else self._stopping.stopped_by
+        return self.stopping.stopped_by if "stopping" in vars(self) else None
 
     def mean(self, local: Tensor | float) -> Tensor:
-        """Compute the mean of a number over the ranks, as DDP does with gradients.
-
-        Returns:
-            The mean, on the root device; nothing is read back to the host.
-        """
+        """The mean of a number over the ranks, on the root device; nothing is read back to the host."""
         device, dtype = self.devices[0], precise_dtype(self.devices[0])
         is_tensor = isinstance(local, Tensor)
         total = local.detach().to(device, dtype, copy=True) if is_tensor else scalar(local, device, dtype)
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def wait(self, place: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
-        """Wait until all ranks have reached this place of a run; an error names one that has not, or is at another.
-
-        Args:
-            rule: what ranks must do, for errors.
-            ahead: number of calls, as `HeartbeatMonitor` counts them, that only a rank can have made that won't come.
-        """
+    def wait(self, place: str, rule: str = SAME_ORDER) -> None:
+        """Wait until all ranks have reached this place of a run; an error names one that has not, or is at another."""
         if (heartbeat := self.heartbeat) is None:
             return
-        store, own, num = self._store, self._rank, self._num_waits + 1
-        self._num_waits, key, before = num, f"meeting/{num}", f"meeting/{num - 2}"
-
-        def verify_behind() -> None:
-            beats = [] if ahead is None else heartbeat.beats(store)
-            gone = [rank for rank, beat in enumerate(beats) if beat.calls >= (ahead or 0)]
-            if gone and not store.check([f"{key}/all"]):  # it has not met this one
-                raise RankError(f"rank {own} waits at {place!r}, but rank {gone[0]} has gone on. {rule}")
-
-        places, missing = meet(store, key, own, self._num_ranks, place, self.timeout_s, verify_behind)
+        store, own = self._store, self._rank
+        self._num_waits += 1
+        num = self._num_waits
+        places, missing = meet(store, f"meeting/{num}", own, self._num_ranks, place, self.timeout_s)
         if missing:
             where = "; ".join(f"rank {rank} did not arrive{heartbeat.where(rank)}" for rank in missing)
             raise RankError(
@@ -194,9 +159,8 @@ class RankGroup:
             )
         if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
             raise RankError(f"rank {own} waits at {place!r}, but {', '.join(apart)}. {rule}")
-        if num > 2:  # all ranks that are here have left the one before the last
-            for one in (own, *(() if own else ("all",))):
-                store.delete_key(f"{before}/{one}")
+        for one in (own, *(() if own else ("all",))) if num > 2 else ():
+            store.delete_key(f"meeting/{num - 2}/{one}")  # all ranks that are here have left the one before the last
 
     def verify_together(self) -> None:
         """Wait for the other ranks where a line first makes a call for which ranks need each other."""

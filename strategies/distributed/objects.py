@@ -11,12 +11,7 @@ from ..core.devices import precise_dtype
 
 
 def backend_for(backend: str | None, device: torch.device) -> str:
-    """Choose the communication backend of a device, with gloo beside it for CPU tensors: `cpu:gloo,cuda:nccl`.
-
-    Args:
-        backend: what the user asked for; None for the one that torch has for the type of device.
-        device: the process's root device.
-    """
+    """The backend for a root device, if none is given, with gloo beside it for CPU tensors: `cpu:gloo,cuda:nccl`."""
     if backend is None:
         backend = dist.get_default_backend_for_device(device)
         backend = backend if dist.is_backend_available(backend) else "gloo"
@@ -42,10 +37,7 @@ def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> l
 
 
 def gather_rows(own: Tensor, group: Any = None) -> Tensor:
-    """Gather small tensors of shape (n,) from all ranks to one of shape (ranks, n), in order of rank.
-
-    Never by a sum, which would meet the gradients' where ranks disagree on what they do.
-    """
+    """Gather tensors of shape (n,) to one of shape (ranks, n): not by a sum, which could meet that of gradients."""
     rows = own.new_empty(dist.get_world_size(group), len(own))
     if not own.is_cpu:
         dist.all_gather([*rows], own, group)
@@ -72,15 +64,9 @@ def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
     op = dist.ReduceOp.SUM if mean else reduce_op
     op = getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op or dist.ReduceOp.SUM
     # a mean of integers is not an integer: Lightning truncates it, and so epoch means of uneven ranks
-    whole = mean and not tensor.is_floating_point()
-    result = tensor.to(precise_dtype(tensor.device)) if whole else tensor
+    result = tensor if tensor.is_floating_point() or not mean else tensor.to(precise_dtype(tensor.device))
     dist.all_reduce(result, op, group)
     return result.div_(dist.get_world_size(group)) if mean else result
-
-
-def gather_unequal(own: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
-    """Gather the rows of all ranks, each its own `sizes[rank]`, in order; the gradients of all for a row add up."""
-    return _Gather.apply(own, sizes, group)  # pyright: ignore[reportReturnType]  # untyped
 
 
 class _Gather(torch.autograd.Function):
@@ -98,3 +84,8 @@ class _Gather(torch.autograd.Function):
         gradient = grad_outputs[0].contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)], None, None
+
+
+def gather_unequal(own: Tensor, sizes: Sequence[int], group: Any = None) -> Tensor:
+    """Gather the rows of all ranks, each its own `sizes[rank]`, in order; the gradients of all for a row add up."""
+    return _Gather.apply(own, sizes, group)  # pyright: ignore[reportReturnType]  # untyped

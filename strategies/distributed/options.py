@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -36,8 +35,7 @@ def reducer_options() -> dict[str, Any]:
 def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     """Refuse unknown options, invalid values and options that exclude each other; return the others that are set."""
     allowed = reducer_options()
-    unknown = [name for name in options if name not in allowed]
-    if unknown:
+    if unknown := [name for name in options if name not in allowed]:
         raise ConfigError(f"{strategy}: {', '.join(unknown)} is unknown; choose from {', '.join(allowed)}.")
     for name, value in options.items():
         verify_value(name, value, allowed[name], f"{strategy}: ")
@@ -50,28 +48,12 @@ def verified_options(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_static(module: pl.LightningModule, cut_by: str, strategy: str) -> None:
-    """Refuse `static_graph` where a step has not one backward pass, in which the wrapper records the graph.
-
-    Raises:
-        ConfigError: a batch is cut, by the option `cut_by`, or the module runs the backward passes.
-    """
+    """Refuse `static_graph` where a step has not one backward pass: a batch is cut, by an option, or the module's."""
     why = f"needs one backward pass per step, but with {cut_by} each part of a batch has one" if cut_by else ""
     if not (why or module.automatic_optimization):
         why = "can't be recorded in manual optimization: the module runs the backward passes"
     if why:
         raise ConfigError(f"{strategy}: static_graph=true {why}. Set static_graph=false.")
-
-
-def verify_backend(backend: str | None, strategy: str) -> None:
-    """Refuse a communication backend, or one of several (`cpu:gloo,cuda:nccl`), that torch was not built with."""
-    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
-    there = [name for name in known if dist.is_backend_available(name)]
-    for part in backend.split(",") if backend else []:
-        if part.rpartition(":")[2].lower() not in there:
-            raise ConfigError(
-                f"{strategy}: backend={backend} is not available in this build of torch; choose from "
-                f"{', '.join(there)}, or null to choose by the devices."
-            )
 
 
 UNUSED = ": parameters took no part in the loss: "

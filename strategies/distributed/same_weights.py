@@ -1,9 +1,8 @@
 """Compare weights over the ranks: at the start, after the first step of each optimizer, and at epochs' ends.
 
-DistributedDataParallel gives all ranks the weights of rank 0 when it wraps the module: after the hooks `setup`, and not
-in an evaluation. Ranks train apart, without a word, where a module computes gradients that nobody averages (as by
-`loss.backward()` in manual optimization), a hook adds noise of each rank's own to them, or changes a learning rate or
-weights by what its rank alone has computed.
+Ranks train apart, without a word, where a module computes gradients that nobody averages (as by `loss.backward()` in
+manual optimization), a hook adds noise of each rank's own to them, or changes a learning rate or weights by what its
+rank alone has computed.
 """
 
 import math
@@ -24,30 +23,17 @@ from ..core.errors import ConfigError
 from ..core.module_checks import is_plain
 from .objects import gather_objects, sends_cpu_tensors
 
-_ROUNDED = 8
-"""Units in the last place of its norm by which an optimizer's step on another kind of device may differ."""
-_APART = 1e-3
-"""Of a tensor's norm: what ranks on other kinds of devices don't reach by rounding, of 1e-7 a step, in thousands of
-steps; learning rates and weights that follow from other numbers differ by more within few.
-"""
+_ROUNDED = 8  # units in the last place of the norm, by which a step on another kind of device may differ
+_APART = 1e-3  # of the norm, which such ranks don't reach by rounding in thousands of steps
 
 
 class Digest(NamedTuple):
-    """What ranks compare of a tensor: the sum and the norm of its elements."""
+    """What ranks compare of a tensor: sum and norm of its elements, and the unit of rounding relative to the norm."""
 
     name: str
     total: float
     norm: float
-    unit: float = 0.0
-    """Of rounding, relative to the norm."""
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Digest":
-        """Read a tensor of floating-point numbers."""
-        values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
-        dtype = precise_dtype(values.device)
-        norm = torch.linalg.vector_norm(values, dtype=dtype)
-        return cls(name, float(values.sum(dtype=dtype)), float(norm), torch.finfo(tensor.dtype).eps)
+    unit: float
 
     def apart(self, other: "Digest") -> float:
         """By how much ranks have other values, relative to the norm; that training has failed shows by itself."""
@@ -59,12 +45,39 @@ class Digest(NamedTuple):
         return difference / (max(self.norm, other.norm) or 1.0)
 
 
-def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
-    """Copy rank 0's parameters and buffers to all ranks, as DistributedDataParallel does; every rank must call it.
+def digests(named: Iterable[tuple[str, Tensor]]) -> Iterator[Digest]:
+    """The digests of tensors of floating-point numbers of more than eight bits."""
+    for name, tensor in named:
+        if is_plain(tensor) and tensor.is_floating_point() and tensor.element_size() > 1:
+            values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+            dtype = precise_dtype(values.device)
+            norm = torch.linalg.vector_norm(values, dtype=dtype)
+            yield Digest(name, float(values.sum(dtype=dtype)), float(norm), torch.finfo(tensor.dtype).eps)
 
-    Ranks whose modules differ in names, shapes or types are left alone: `verify_same_layout` names what differs.
-    """
-    ranks = gather_objects([*_layout((*module.named_parameters(), *module.named_buffers()))])
+
+def trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Digest]:
+    """What ranks have in common as long as they train alike: learning rates, and weights that each holds whole."""
+    rates = [
+        (f"the learning rate of {type(optimizer).__name__}", torch.tensor(float(group["lr"]), dtype=torch.float64))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if "lr" in group
+    ]
+    return [*digests(rates), *digests(module.named_parameters())]
+
+
+def _first_differing(ranks: Sequence[Sequence[Digest]], tolerance: float = 0.0) -> tuple[str, float] | None:
+    """The name of the first tensor that is another one on another rank than by rounding, and by how much."""
+    for same in zip_longest(*ranks, fillvalue=Digest("", 0.0, 0.0, 0.0)):
+        apart = max(map(same[0].apart, same))
+        if apart > max(tolerance, _ROUNDED * same[0].unit):
+            return next(one.name for one in same if one.name), apart
+    return None
+
+
+def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
+    """Copy rank 0's weights and buffers to all ranks, unless these have others, as `verify_same_layout` will tell."""
+    ranks = gather_objects(_layout((*module.named_parameters(), *module.named_buffers())))
     if all(layout == ranks[0] for layout in ranks):
         broadcast_weights(module, root_device)
 
@@ -80,13 +93,9 @@ def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
 
 
 def verify_same_layout(module: nn.Module, strategy: str) -> None:
-    """Verify that all ranks train the same parameters; every rank must call it.
-
-    Raises:
-        ConfigError: ranks have parameters of other names, shapes or types, or other ones are trained.
-    """
-    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    for same in zip_longest(*gather_objects([*_layout(trained)]), fillvalue="none"):
+    """Refuse ranks that train parameters of other names, shapes or types; every rank must call it."""
+    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for same in zip_longest(*gather_objects(_layout(named)), fillvalue="none"):
         if len(set(same)) > 1:
             other = next(rank for rank, one in enumerate(same) if one != same[0])
             raise ConfigError(
@@ -95,11 +104,10 @@ def verify_same_layout(module: nn.Module, strategy: str) -> None:
             )
 
 
-def _layout(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+def _layout(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The name, type and shape of each plain tensor, as text."""
-    for name, tensor in tensors:
-        if is_plain(tensor):
-            yield f"{name} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
+    plain = [(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in named if is_plain(one)]
+    return [f"{name} ({dtype}, shape {shape})" for name, dtype, shape in plain]
 
 
 class Agreement:
@@ -107,14 +115,11 @@ class Agreement:
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self._handles: dict[int, RemovableHandle] = {}
-        """Of optimizers, until after their first step."""
-        self._stepped = set[int]()
-        """Those that have made it; an optimizer must not lose a hook while it calls its hooks."""
+        self._handles: dict[int, RemovableHandle] = {}  # of optimizers, until after their first step
+        self._stepped = set[int]()  # those that have made it: one must not lose a hook while it calls its hooks
         self._written: list[Digest] = []
-        self._num_due = 0
-        """Times that the weights are to be compared before anything else happens to them."""
-        self._has_warned = self._are_apart = False
+        self._num_due = 0  # times that the weights are to be compared before anything else happens to them
+        self._told = set[str]()
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
@@ -136,28 +141,26 @@ class Agreement:
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Compare a whole tensor, too, of which this rank keeps a part."""
-        if (self._num_due or self._handles) and not isinstance(tensor, DTensor) and tensor.is_floating_point():
-            self._written.append(Digest.of(name, tensor))
+        if (self._num_due or self._handles) and not isinstance(tensor, DTensor):
+            self._written += digests([(name, tensor)])
 
     def verify(self, module: nn.Module) -> None:
-        """Compare the weights if it is due; every rank must call it.
-
-        Raises:
-            ConfigError: ranks have trained apart; the message names the first parameter that differs.
-        """
+        """Compare the weights if it is due, and refuse ranks that have trained apart; every rank must call it."""
         if not self._num_due:
             return
         self._num_due -= 1
         while self._stepped:
             self._handles.pop(self._stepped.pop()).remove()
-        weights = [*self._written, *_digests(module.named_parameters())]
-        self._written = []
-        ranks = gather_objects((weights, [*_digests(_computed_buffers(module))]))
-        if (found := _first_differing([buffers for _, buffers in ranks])) and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{self._strategy}: each rank has its own values of the buffer {found[0]}, computed of its samples; "
-                "rank 0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
+        weights, self._written = [*self._written, *digests(module.named_parameters())], []
+        # running statistics of batch norm may be a rank's own
+        layers = [(prefix, layer) for prefix, layer in module.named_modules() if not hasattr(layer, "running_mean")]
+        buffers = [one for prefix, layer in layers for one in layer.named_buffers(prefix, recurse=False)]
+        ranks = gather_objects((weights, [*digests(buffers)]))
+        if found := _first_differing([buffers for _, buffers in ranks]):
+            self._warn(
+                f"each rank has its own values of the buffer {found[0]}, computed of its samples; rank 0's are saved. "
+                "Compute them of self.all_gather(tensor), which has every rank's samples.",
+                "buffer",
             )
         if found := _first_differing([weights for weights, _ in ranks]):
             raise ConfigError(
@@ -169,45 +172,16 @@ class Agreement:
 
     def compare(self, ranks: Sequence[Sequence[Digest]]) -> None:
         """Warn, once, of ranks that have trained apart, by what each of them has `trained` at the end of an epoch."""
-        if not self._are_apart and (found := _first_differing(ranks, _APART)):
-            self._are_apart = True
-            rank_zero_warn(
-                f"{self._strategy}: the ranks have trained apart: {found[0]} differs between them by {found[1]:.1%}. A "
+        if found := _first_differing(ranks, _APART):
+            self._warn(
+                f"the ranks have trained apart: {found[0]} differs between them by {found[1]:.1%}. A "
                 'hook or callback changes training by what its rank alone has, such as outputs["loss"]. Compute it of '
                 "what all ranks have: self.all_gather(x), trainer.strategy.reduce(x), or trainer.callback_metrics that "
-                "self.log(..., sync_dist=True) has logged."
+                "self.log(..., sync_dist=True) has logged.",
+                "weights",
             )
 
-
-def trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Digest]:
-    """What ranks have in common as long as they train alike: learning rates, and weights that each holds whole."""
-    rates = (
-        (f"the learning rate of {type(optimizer).__name__}", torch.tensor(float(group["lr"]), dtype=torch.float64))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if "lr" in group
-    )
-    return [*_digests(rates), *_digests(module.named_parameters())]
-
-
-def _digests(named: Iterable[tuple[str, Tensor]]) -> Iterator[Digest]:
-    """The digests of tensors of floating-point numbers of more than eight bits."""
-    for name, tensor in named:
-        if is_plain(tensor) and tensor.is_floating_point() and tensor.element_size() > 1:
-            yield Digest.of(name, tensor)
-
-
-def _computed_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers but for the running statistics of batch norm, which may be a rank's own."""
-    for prefix, layer in module.named_modules():
-        if not hasattr(layer, "running_mean"):
-            yield from layer.named_buffers(prefix, recurse=False)
-
-
-def _first_differing(ranks: Sequence[Sequence[Digest]], tolerance: float = 0.0) -> tuple[str, float] | None:
-    """The name of the first tensor that is another one on another rank than by rounding, and by how much."""
-    for same in zip_longest(*ranks, fillvalue=Digest("", 0.0, 0.0)):
-        apart = max(map(same[0].apart, same))
-        if apart > max(tolerance, _ROUNDED * same[0].unit):
-            return next(one.name for one in same if one.name), apart
-    return None
+    def _warn(self, text: str, about: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            rank_zero_warn(f"{self._strategy}: {text}")

@@ -1,4 +1,4 @@
-"""Open, wait on, watch and leave the key-value store that all ranks share."""
+"""Find the other ranks: the environment in which they were started, and the key-value store that all share."""
 
 import json
 import math
@@ -14,10 +14,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from lightning_fabric.plugins.environments import ClusterEnvironment
+from lightning_fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from .environment import verify_started
+from ..core.errors import ConfigError
 
 RANK_FAILED = threading.Event()
 """Set in every rank once any of them has failed or gone: nobody is left to agree with on when to stop."""
@@ -25,10 +31,52 @@ RANK_FAILED = threading.Event()
 PEER_LOST = threading.Event()
 """Set in the other ranks once one has died without which they can go on; every wait for it ends."""
 
+_KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # which its PyTorchJob sets in each pod, for a process
+_BATCH_STEP = str(0xFFFFFFFB)  # SLURM's name of the step of a batch script itself
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
+LEAVE_S = 3.0  # that the store's host waits at exit for the others to leave
+POLL_S = (0.0005, 0.02)  # shortest and longest pause between two looks at the store; it grows while nothing changes
 
-LEAVE_S = 3.0
-"""Seconds that the store's host waits at exit for the others to leave."""
+
+class RankError(RuntimeError):
+    """Raised when ranks can't continue together; the message names the rank at fault and where it is."""
+
+
+def kubeflow() -> ClusterEnvironment | None:
+    """Return Kubeflow's environment, which Lightning does not detect; None elsewhere."""
+    elsewhere = TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or "LOCAL_RANK" in os.environ
+    return KubeflowEnvironment() if not elsewhere and all(name in os.environ for name in _KUBEFLOW) else None
+
+
+def num_processes(num_devices: int, devices_per_process: int) -> int:
+    """Count the processes of one node: its devices, in order, must divide into blocks of equal size."""
+    if num_devices < 1 or num_devices % devices_per_process:
+        raise ConfigError(
+            f"{num_devices} devices don't divide into processes of {devices_per_process} devices. "
+            f"Give a multiple of {devices_per_process} devices, or another number of devices per process."
+        )
+    return num_devices // devices_per_process
+
+
+def verify_started(environment: ClusterEnvironment) -> None:
+    """Refuse to wait for ranks that nobody has started, as variables left in a shell or a job would have it."""
+    num_ranks = environment.world_size()
+    if num_ranks == 1:
+        return
+    if os.environ.get("EVENER_SECRET"):
+        raise ConfigError("EVENER_SECRET is set, but ranks no longer sign what they write. Unset it.")
+    by_hand = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" in os.environ
+    if by_hand and not all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")):
+        raise ConfigError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so this process is taken for one of {num_ranks} that were "
+            "started elsewhere, but MASTER_ADDR and MASTER_PORT are not. Unset LOCAL_RANK, or start with torchrun."
+        )
+    steps = {os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")}
+    if isinstance(environment, SLURMEnvironment) and steps <= {"", _BATCH_STEP}:
+        raise ConfigError(
+            f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
+            "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
+        )
 
 
 @dataclass
@@ -45,27 +93,38 @@ class _OwnStore:
 _own: _OwnStore | None = None
 
 
+def is_hosted_by_agent() -> bool:
+    """Whether the launcher hosts the store, so that it outlives all ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt() -> str:
+    """The number of this attempt in a store that outlives it: torch's agents count restarts each for itself."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_hosted_by_agent() else "0"
+
+
 def root_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
     """Return the store of this attempt; after a restart no rank reads entries of earlier processes."""
     return PrefixStore(f"evener/{attempt()}", base_store(environment, timeout_s))
 
 
-def attempt() -> str:
-    """The number of this attempt in a store that outlives it.
-
-    torch's agents count restarts each for itself: one that has joined later has a smaller number.
-    """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_hosted_by_agent() else "0"
-
-
 def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
-    """Open the store of this process, once; if a launcher hosts it, it outlives restarts."""
+    """Open the store of this process, once; rank 0 hosts it, unless the launcher does so that it outlives restarts."""
     global _own
     if _own is None:
         verify_started(environment)
-        rank, place = environment.global_rank(), (environment.main_address, environment.main_port)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place[0], str(place[1])
-        _own = _OwnStore(_open_store(*place, rank, timeout_s), rank, environment.world_size(), place)
+        rank, (host, port) = environment.global_rank(), (environment.main_address, environment.main_port)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        by_agent, limit = is_hosted_by_agent(), timedelta(seconds=timeout_s)
+        try:
+            is_host = not (rank or by_agent)
+            store = TCPStore(host, port, None, is_host, limit, wait_for_workers=False, multi_tenant=True)
+        except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
+            raise RankError(
+                f"rank {rank} could not reach {'the launcher' if by_agent else 'rank 0'} at {host}:{port} within "
+                f"{timeout_s:g} s. Check that it is running and that the network allows this port."
+            ) from exc
+        _own = _OwnStore(store, rank, environment.world_size(), (host, port))
     if timeout_s < _own.deadline_s:
         _own.deadline_s = timeout_s
         _bound_reads(_own)
@@ -73,12 +132,7 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
 
 
 def _bound_reads(own: _OwnStore) -> None:
-    """Have reads fail that the store's host does not answer in time.
-
-    A host that is killed closes its connections, and whoever reads from it fails at once. One that is frozen (a stopped
-    process, a suspended machine, a network that is cut) answers nothing, and torch's client waits without end, in
-    native code, where no handler of a signal runs.
-    """
+    """Have reads fail that a frozen host does not answer in time; torch's client waits without end, in native code."""
     limit = struct.pack("ll", int(own.deadline_s), int(own.deadline_s % 1 * 1e6))
     peers = {info[4][:2] for info in socket.getaddrinfo(*own.place)}
     for _, peer, connection in connections():
@@ -98,21 +152,15 @@ def silence(exc: BaseException) -> str:
     """Say that the store's host does not answer, if that is what an error of its reader says."""
     if _own is None or "Socket Timeout" not in str(exc):
         return ""
-    host = "the launcher" if is_hosted_by_agent() else "rank 0"
     return (
         f"The store at {_own.place[0]}:{_own.place[1]} has not answered for {_own.deadline_s:g} s: the process that "
-        f"hosts it ({host}) is frozen, or the network is cut."
+        f"hosts it ({'the launcher' if is_hosted_by_agent() else 'rank 0'}) is frozen, or the network is cut."
     )
 
 
 @contextmanager
 def hosted_store() -> Generator[dict[str, str]]:
-    """Host a store for ranks that all run on this machine inside the block; no other machine can reach it.
-
-    Yields:
-        Environment variables that lead the ranks to it, and keep gloo's connections within this machine unless the user
-        has chosen a device.
-    """
+    """Host a store for ranks of this machine inside the block; yield the environment variables that lead them to it."""
     with socket.create_server((LOOPBACK, 0)) as listening:
         port: int = listening.getsockname()[1]
         descriptor = listening.detach()
@@ -124,11 +172,7 @@ def hosted_store() -> Generator[dict[str, str]]:
 
 
 def leave_store() -> None:
-    """Leave the shared store as the last action of a process; the rank that hosts it leaves last.
-
-    Otherwise ranks that still wait at the last barrier would lose the store. The host leaves anyway if a rank has
-    failed or does not leave in time.
-    """
+    """Leave the shared store as a process's last action; rank 0, where it hosts it, waits a little for the others."""
     if _own is None or is_hosted_by_agent() or RANK_FAILED.is_set():
         return
     keys = [f"left/{attempt()}/{other}" for other in range(_own.num_ranks)]
@@ -139,56 +183,17 @@ def leave_store() -> None:
             wait_for(_own.store, keys[1:], LEAVE_S)
 
 
-POLL_S = (0.0005, 0.02)
-"""Shortest and longest pause in seconds between two polls of the store; it grows while nothing changes."""
-
-
-class RankError(RuntimeError):
-    """Raised when ranks can't continue together; the message names the rank at fault and where it is."""
-
-
-def _open_store(address: str, port: int, rank: int, timeout_s: float) -> Store:
-    """Connect to the store that all ranks share; rank 0 hosts it unless the launcher does."""
-    by_agent = is_hosted_by_agent()
-    limit = timedelta(seconds=timeout_s)
-    try:
-        return TCPStore(address, port, None, not (rank or by_agent), limit, wait_for_workers=False, multi_tenant=True)
-    except Exception as exc:  # torch's DistNetworkError, DistStoreError, and plain RuntimeError
-        raise RankError(
-            f"rank {rank} could not reach {'the launcher' if by_agent else 'rank 0'} at {address}:{port} within "
-            f"{timeout_s:g} s. Check that it is running and that the network allows this port."
-        ) from exc
-
-
-def is_hosted_by_agent() -> bool:
-    """Whether the launcher hosts the store, so that it outlives all ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def wait_for(
-    store: Store, keys: Iterable[str], timeout_s: float, meanwhile: Callable[[], None] = lambda: None
-) -> list[str]:
-    """Wait until keys are set; signals are handled meanwhile.
-
-    Args:
-        meanwhile: called before each look; what it raises ends the wait.
-
-    Returns:
-        The keys that were not set in time.
-
-    Raises:
-        RankError: the store does not answer.
-    """
-    missing = list(keys)
+def wait_for(store: Store, keys: Iterable[str], timeout_s: float, meanwhile: Callable[[], None] | None = None) -> bool:
+    """Wait until keys are set, and return whether they were in time; `meanwhile` is called before each look."""
+    expected = list(keys)
 
     def are_set() -> bool:
-        meanwhile()
-        return store.check(missing)
+        if meanwhile is not None:
+            meanwhile()
+        return store.check(expected)
 
     try:
-        if poll(are_set, timeout_s):
-            return []
-        return [key for key in missing if not store.check([key])]
+        return poll(are_set, timeout_s)
     except RuntimeError as exc:
         if said := silence(exc):
             raise RankError(said) from exc
@@ -196,22 +201,13 @@ def wait_for(
 
 
 def meet(
-    store: Store,
-    place: str,
-    rank: int,
-    num_ranks: int,
-    value: str,
-    timeout_s: float,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> tuple[list[str], list[int]]:
-    """Give a value at a place, a key of the store, and wait for those of all ranks; rank 0 collects them for all.
-
-    Returns:
-        The values, in order of rank, and the ranks that did not come in time, without which there are no values.
-    """
+    store: Store, place: str, rank: int, num_ranks: int, value: str, timeout_s: float,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[list[str], list[int]]:  # fmt: skip
+    """Give a value at a place and wait for those of all ranks, which rank 0 collects; return them, and who is late."""
     keys, answer = [f"{place}/{other}" for other in range(num_ranks)], f"{place}/all"
     store.set(keys[rank], value)
-    if wait_for(store, [answer] if rank else keys, timeout_s, meanwhile):
+    if not wait_for(store, [answer] if rank else keys, timeout_s, meanwhile):
         return [], [other for other, key in enumerate(keys) if not store.check([key])] or [0]
     if rank:
         told: list[str] = json.loads(store.get(answer))
@@ -222,11 +218,7 @@ def meet(
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Ask again and again whether something is done; signals are handled meanwhile.
-
-    Returns:
-        Whether it was done in time.
-    """
+    """Ask again and again whether something is done, and return whether it was in time."""
     deadline, pause_s = time.monotonic() + timeout_s, POLL_S[0]
     while not is_done():
         if PEER_LOST.is_set():

@@ -17,15 +17,12 @@ from ..core.errors import ConfigError
 
 
 class SyncedBatchNorm(_BatchNorm):
-    """Class of BatchNorm layers during training; see `SyncBatchNorm`.
-
-    Attributes:
-        counts: whether this rank's samples count; False for a zero-weight batch.
-        plain_class: original class of the layer.
-    """
+    """Class of BatchNorm layers during training; see `SyncBatchNorm`."""
 
     counts: bool
+    """Whether this rank's samples count; False for a zero-weight batch."""
     plain_class: type[_BatchNorm]
+    """The layer's own class."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -34,8 +31,14 @@ class SyncedBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         values = input if input.dtype in (torch.float32, torch.float64) else input.float()
         mean, variance, num = _global_moments(values, self.counts)
-        if self.training and self.track_running_stats:
-            self._track(mean.detach(), (variance * num / (num - 1)).detach())
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            for running, batch in ((self.running_mean, mean), (self.running_var, variance * num / (num - 1))):
+                assert running is not None
+                # without a momentum it is 1 / count, a tensor: the count is not read back to the host
+                average = self.num_batches_tracked.to(running).reciprocal()
+                momentum: Any = average if self.momentum is None else self.momentum
+                running.lerp_(batch.detach().to(running.dtype), momentum)
         # torch's kernel takes moments for constants: how the output depends on them stands in its weight and bias
         at = mean.detach(), variance.detach()
         scale = torch.rsqrt(variance + self.eps) * (self.weight if self.affine else 1.0)
@@ -47,26 +50,11 @@ class SyncedBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         self.plain_class._check_input_dim(self, input)
 
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.num_batches_tracked is not None
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
-            # without a momentum it is 1 / count, a tensor: the count is not read back to the host
-            average = self.num_batches_tracked.to(running).reciprocal()
-            momentum: Any = average if self.momentum is None else self.momentum
-            running.lerp_(batch.to(running.dtype), momentum)
-
 
 def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the moments of the global batch from those of each rank (Chan, Golub and LeVeque 1979).
+    """The mean and biased variance of the global batch, of shape (C,), and its number of values per channel.
 
-    Returns:
-        Mean and biased variance, each of shape (C,), and the number of values per channel, shape ().
-
-    Raises:
-        ValueError: there is one value per channel, which has no variance; plain BatchNorm refuses it, too.
+    Source: Chan, Golub and LeVeque 1979.
     """
     dims, num_channels = [0, *range(2, values.dim())], values.shape[1]
     num = counts * values.numel() // num_channels
@@ -87,8 +75,6 @@ def _global_moments(values: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tenso
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over all ranks; its backward sums the gradients of all ranks."""
-
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:
         total = summand.clone()
@@ -106,17 +92,12 @@ def needs_two_samples(module: nn.Module) -> bool:
 
 
 def verify_whole_batch(module: nn.Module, synchronizes: bool, who: str, instead: str) -> None:
-    """Refuse synchronized statistics where a process normalises its batch in several parts.
-
-    Ranks would sum the statistics of one part each, and the parts of a process never meet.
+    """Refuse statistics that ranks would sum where a process normalises its batch in several parts, which never meet.
 
     Args:
         synchronizes: whether its BatchNorm layers will be made to synchronize; torch's own do so anyway.
         who: what cuts the batch of a process, to begin the message with.
         instead: what to set to have it in one piece.
-
-    Raises:
-        ConfigError: a layer synchronizes.
     """
     kind = _BatchNorm if synchronizes else nn.SyncBatchNorm
     if layers := [name for name, layer in module.named_modules() if isinstance(layer, kind)]:

@@ -34,12 +34,12 @@ from ..core.patching import replaced
 from ..core.rng import seed_rank
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
-from ..distributed.environment import kubeflow, num_processes
 from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, reduce_tensor
-from ..distributed.options import verified_options, verify_backend, verify_static
+from ..distributed.options import verified_options, verify_static
 from ..distributed.same_weights import give_same_weights
-from ..distributed.scripts.launcher import ScriptLauncher, StartMethod
+from ..distributed.script_launcher import ScriptLauncher, StartMethod
+from ..distributed.store import kubeflow, num_processes
 from ..distributed.survivors import Regrouped
 from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
 from ..pipeline.layout import StageLayout
@@ -104,7 +104,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         gather_lists_mb: Positive = 1024.0,
         **ddp_options: Any,
     ) -> None:
-        verify_backend(backend, self.strategy_name)
         self.group = RankGroup(timeout_s)
         super().__init__(
             cluster_environment=kubeflow(),

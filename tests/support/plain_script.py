@@ -42,7 +42,7 @@ class Line(tiny.Line):
             raise KeyboardInterrupt if "interrupt" in sys.argv else SystemExit(7)
         if "hang" in sys.argv and torch.distributed.get_rank() == 1:
             time.sleep(600)
-        if f"freeze{self.global_rank}" in sys.argv and self.trainer.global_step == 3:
+        if "freeze0" in sys.argv and self.global_rank == 0 and self.trainer.global_step == 3:
             time.sleep(1)  # so that its heartbeat says where it is
             os.kill(os.getpid(), signal.SIGSTOP)
         if "busy" in sys.argv and self.trainer.global_step == 5:
@@ -84,7 +84,7 @@ class TellStop(pl.Callback):
             file.write(f"{os.getpid()} {trainer.global_step}\n")
 
 
-BOUNDED = {"hang", "freeze0", "freeze1", "linger", "tarry"}
+BOUNDED = {"hang", "freeze0", "linger", "tarry"}
 
 
 def make_trainer() -> Trainer:

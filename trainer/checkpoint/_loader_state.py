@@ -36,7 +36,7 @@ from ...strategies.core import rng
 from ...strategies.core.patching import replaced
 from ...strategies.data.sampling import RankBatches, in_one_order, num_samples
 from ...strategies.data.streams import Around, Divided, Stream
-from ...strategies.distributed.process_exit import ASK_TO_STOP, die_with_starter, fork
+from ...strategies.distributed.processes import ASK_TO_STOP, die_with_starter, fork
 from .file_io import CheckpointError
 
 _NEXT = _BaseDataLoaderIter.__next__
@@ -357,7 +357,6 @@ def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> N
     for signum in ASK_TO_STOP:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit
         signal.signal(signum, lambda number, frame: None)
-    signal.set_wakeup_fd(-1)  # the rank's, which would take this process's signals for its own
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
     gc.freeze()  # the rank's garbage is left alone: a process group would wait for its threads, which are not here
     if collects:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 
 from ...strategies import ConfigError
-from ...strategies.distributed.process_exit import die_with_parent
+from ...strategies.distributed.processes import die_with_parent
 from ..config.checks import strategy_name, verify_config
 from ..config.group_files import CONFIG_MODULE, Source
 from ..config.plain_values import verify_own_data

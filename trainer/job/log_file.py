@@ -29,7 +29,7 @@ from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ...strategies.distributed import survivors
 from ...strategies.distributed.options import UNUSED
-from ...strategies.distributed.process_exit import handled
+from ...strategies.distributed.processes import handled
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.file_io import find_newest
 from ..config.checks import strategy_name

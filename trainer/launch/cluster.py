@@ -41,7 +41,7 @@ def detect_launcher() -> "ClusterEnvironment | None":
         return None
     from pytorch_lightning.plugins import environments
 
-    from ...strategies.distributed.environment import kubeflow
+    from ...strategies.distributed.store import kubeflow
 
     kinds = (environments.TorchElasticEnvironment, environments.SLURMEnvironment, environments.MPIEnvironment)
     return next((kind() for kind in kinds if kind.detect()), None) or kubeflow()

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -28,11 +29,11 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from ...strategies import ConfigError
-from ...strategies.distributed import process_exit, survivors
-from ...strategies.distributed.process_exit import ASK_TO_STOP, StopRequests
-from ...strategies.distributed.processes import Process, RankProcesses, status_of
+from ...strategies.core.files import scratch_directory
+from ...strategies.distributed import processes, survivors
+from ...strategies.distributed.processes import ASK_TO_STOP, RankProcesses, StopRequests
 from ...strategies.distributed.store import hosted_store, leave_store
-from ...strategies.distributed.survivors import Agent, Board, Survivor
+from ...strategies.distributed.survivors import LOOK_S, Board, Survivor
 from ..config.checks import LaunchPlan, strategy_name
 from ..job.log_file import Interrupted, graceful_stop, loss, report, run_log, tell_stop
 from ..job.result import Result, WorkerError, discard_result
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 """The file in a run directory that says who uses it."""
 
-END_S = 30.0
+END_S = 10.0
 """Seconds that the others have to end after a worker has failed."""
 
 
@@ -155,7 +156,7 @@ def launch_workers(cfg: DictConfig, plan: LaunchPlan) -> None:
     }
     with environment(variables):
         workers = Workers(cfg, plan.num_processes, can_fork(plan))
-        with process_exit.handled(workers.hear) as workers.requests:
+        with processes.handled(workers.hear) as workers.requests:
             failed = workers.run()
         if workers.requests.signum is not None:
             raise stopped(workers, cfg, signal.Signals(workers.requests.signum))
@@ -174,7 +175,7 @@ class Workers(RankProcesses):
         self.in_order: Any = bytes(num_processes)
         """Of each rank of this attempt whether it has ended in order, and not by a signal or `os._exit`."""
         self._cfg, self._forks = cfg, forks
-        self._agent: Agent | None = None
+        self._board: Board | None = None
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; return the one that failed first at last."""
@@ -184,18 +185,16 @@ class Workers(RankProcesses):
             if attempt > 0 and (told := Result.of_failure(self._cfg.run_dir)):
                 sys.stderr.write(f"rank {told.failed_rank} failed: {told.told}\n")
             discard_result(self._cfg.run_dir)  # in which ranks see who was the first to fail
-            with hosted_store() as place:
+            with hosted_store() as place, scratch_directory() as folder:
                 if self._cfg.launcher.get("survive", False):
-                    self._agent = Agent(Board(self.num_processes))
+                    self._board = Board(self.num_processes, folder)
                 try:
                     self._start(place)
                     failed = self.join(lambda: self.requests.signum is not None)
                 finally:
                     self.end(signal.SIGKILL)
-                    if self._agent is not None:
-                        self._agent.board.close()
             # one that a signal to it has stopped has stopped the others
-            if failed is None or self.requests.signum is not None or is_stop(status_of(self.processes[failed])):
+            if failed is None or self.requests.signum is not None or is_stop(self.processes[failed].exitcode):
                 break
         return failed
 
@@ -207,7 +206,6 @@ class Workers(RankProcesses):
         }  # fmt: skip
         variables = {**place, **{name: str(value) for name, value in ranks.items()}}
         self.processes, self._deadline_s = [], math.inf
-        board = None if self._agent is None else self._agent.board
         # one that reaches a worker while it is forked would raise in a callback of the fork, and be lost
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
         try:
@@ -215,7 +213,7 @@ class Workers(RankProcesses):
                 self.in_order = context.RawArray("b", self.num_processes)
                 for rank in map(str, range(self.num_processes)):
                     own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-                    process = context.Process(target=run_worker, args=(self._cfg, own, self.in_order, board))
+                    process = context.Process(target=run_worker, args=(self._cfg, own, self.in_order, self._board))
                     process.start()
                     self.processes.append(process)
         finally:
@@ -225,29 +223,24 @@ class Workers(RankProcesses):
 
     @override
     def _failed(self) -> int | None:
-        statuses, agent = [status_of(process) for process in self.processes], self._agent
+        statuses, board = [process.exitcode for process in self.processes], self._board
         failed = [rank for rank, status in enumerate(statuses) if status]
-        if agent is not None:  # the others may go on without one that was killed
-            failed = [rank for rank in failed if (statuses[rank] or 0) > 0 or not agent.lose(rank, statuses)]
+        if board is not None:  # the others may go on without one that was killed
+            failed = [rank for rank in failed if (statuses[rank] or 0) > 0 or not board.lose(rank, statuses)]
         return min(failed, key=lambda rank: self.in_order[rank], default=None)
 
     @override
-    def _can_lose(self, rank: int) -> bool:
-        again = self.attempt < self._cfg.launcher.max_restarts
-        return again or (self._agent is not None and self._agent.can_lose(rank))
-
-    @override
-    def _wait(self, left: Mapping[int, Process]) -> None:
-        if self._agent is None:
+    def _wait(self, left: Mapping[int, BaseProcess]) -> None:
+        if self._board is None:
             super()._wait(left)
         else:
-            pids = {rank: process.pid for rank, process in left.items() if process.pid is not None}
-            self._agent.wait(pids, self._poll_s)
+            time.sleep(min(self._poll_s, LOOK_S))
+            self._board.assemble()
 
     @property
     def has_begun(self) -> bool:
         """Whether the first of the ranks that have not been killed while the others went on has told how it ended."""
-        dead = [] if self._agent is None else self._agent.dead
+        dead = [] if self._board is None else self._board.dead
         return bool(next(told for rank, told in enumerate(self.in_order) if rank not in dead))
 
     def hear(self, at_once: bool, signum: int, _: FrameType | None) -> None:
@@ -269,7 +262,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
     ended = Interrupted(signum, begun=workers.has_begun)  # it has told the rest
     if workers.ended_at_once and not ended.begun:
         logger.warning("The run was ended at once by a second Ctrl-C, and %s.", loss(cfg.run_dir))
-    elif not ended.begun and (status_of(workers.processes[0]) or 0) < 0:  # rank 0 was killed
+    elif not ended.begun and (workers.processes[0].exitcode or 0) < 0:  # rank 0 was killed
         reason = (
             f"{signum.name} ended this run: a step, a batch of validation or the writing of a checkpoint took longer "
             f"than launcher.shutdown_timeout_s={cfg.launcher.shutdown_timeout_s:g} s, and {loss(cfg.run_dir)}. Give "
@@ -285,7 +278,7 @@ def stopped(workers: Workers, cfg: DictConfig, signum: signal.Signals) -> BaseEx
 def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
     """Tell why a rank has failed: a ConfigError, or rank and reason of the first failure that was reported."""
     process = workers.processes[rank]
-    status = status_of(process) or 0
+    status = process.exitcode or 0
     if is_stop(status):
         return Interrupted(status - 128)
     told = Result.of_failure(cfg.run_dir)
@@ -296,7 +289,7 @@ def explain(workers: Workers, cfg: DictConfig, rank: int) -> BaseException:
         return WorkerError(f"rank {rank} failed: {reason}", rank=rank)
     if told.refused:
         return ConfigError(told.told)
-    own = status_of(workers.processes[first := told.failed_rank or 0]) or 0  # another's may have been seen first
+    own = workers.processes[first := told.failed_rank or 0].exitcode or 0  # another's may have been seen first
     return WorkerError(f"rank {first} failed: {told.told}", told.trace, first, own if own > 0 else status)
 
 
@@ -307,7 +300,7 @@ def starting(forks: bool) -> Generator[ForkContext | SpawnContext]:
     A new Python does not run the user's script, whose classes can't be named in a configuration.
     """
     if forks:
-        with process_exit.forking():
+        with processes.forking():
             yield multiprocessing.get_context("fork")
         return
     script = sys.modules["__main__"]
@@ -324,7 +317,7 @@ def begin() -> None:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     faulthandler.enable()  # Python's stack on a crash in native code
-    process_exit.die_with_starter()
+    processes.die_with_starter()
     logging.getLogger().handlers.clear()  # the command's
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -342,7 +335,7 @@ def run_worker(cfg: DictConfig, variables: dict[str, str], in_order: Any, board:
         survivors.own = Survivor(board, int(os.environ["RANK"]))
     status = exit_status(cfg, in_order)
     if isinstance(multiprocessing.current_process(), SpawnProcess):
-        process_exit.end_process(status)
+        processes.end_process(status)
     leave_store()
     sys.exit(status)
 
@@ -353,7 +346,6 @@ def exit_status(cfg: DictConfig, in_order: Any) -> int:
     with graceful_stop():
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)  # blocked while it was started
-            process_exit.leave_in_time(cfg.launcher.shutdown_timeout_s)
             Run(cfg, rank, int(os.environ["WORLD_SIZE"])).execute()
         except Interrupted as exc:
             tells = exc.begun or exc.told  # else it had no log yet: the command tells it

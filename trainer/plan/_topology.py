@@ -12,7 +12,7 @@ from torch import nn
 from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.policies import Even, Policy
 from ...strategies.core.devices import ALLOWED, accelerator_type, has_streams, num_available, resolve_devices
-from ...strategies.distributed.environment import num_processes
+from ...strategies.distributed.store import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import DDPStrategy
 from evener.strategies.core.files import is_alive
-from evener.strategies.distributed import process_exit
-from evener.strategies.distributed.process_exit import ASK_TO_STOP
+from evener.strategies.distributed import processes
+from evener.strategies.distributed.processes import ASK_TO_STOP
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.checkpoint._loader_state import make_resumable
@@ -107,7 +107,7 @@ def test_ctrl_c_in_a_script_ends_it_at_once(place: str, tmp_path: Path, monkeypa
     if place == "nothing saves":
         trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, Checkpoint)]
     if place == "twice":
-        monkeypatch.setattr(process_exit, "ONE_REQUEST_S", -1.0)
+        monkeypatch.setattr(processes, "ONE_REQUEST_S", -1.0)
         module.place = "step 2"
         module.on_before_zero_grad = lambda _: module.reach(f"step {trainer.global_step}")  # type: ignore[method-assign]
     with pytest.raises(SystemExit):

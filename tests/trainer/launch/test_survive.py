@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
+from evener.strategies.distributed import survivors
 from evener.strategies.distributed.store import PEER_LOST, RankError
-from evener.strategies.distributed.survivors import Agent, Board, Connecting, Survivor
+from evener.strategies.distributed.survivors import Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
 from evener.trainer.launch.launcher import verify_survive
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 1 --ranks 2 --seed 1 --restarts 1 --plan forward:6:1", "1"),  # points before it are shown once
     ],
 )
-def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
+def test_killed_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
     ranks = () if "--ranks" in words else ("--ranks", "4")
     done = warm_python.run(PROGRAM, *ranks, *words.split(), timeout=550)
     table = dict(re.findall(r"^\| (.+) \| (.+) \|$", done.stdout, re.MULTILINE))
@@ -61,13 +62,13 @@ def test_where_ranks_need_one_another_it_is_refused(changes: dict[str, Any]) -> 
         verify_survive(cfg, LaunchPlan.of(cfg), False)
 
 
-def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order() -> None:
-    board = Board(2)
-    board.arm(0, True)
-    assert not Agent(board).lose(1, [0, -9])
-    board.arm(0, False)
-    assert not Agent(board).lose(1, [None, -9])
-    board.close()
+def test_a_death_ends_the_run_where_a_rank_is_not_armed_or_has_ended_in_order(tmp_path: Path) -> None:
+    board = Board(2, tmp_path)
+    survivor = Survivor(board, 0)
+    survivor.arm()
+    assert not board.lose(1, [0, -9])
+    survivor.arm(False)
+    assert not board.lose(1, [None, -9])
 
 
 def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
@@ -80,11 +81,11 @@ def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
         PEER_LOST.clear()
 
 
-def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut() -> None:
+def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut(tmp_path: Path) -> None:
     # gloo closes those of the last group late: the next one's had their numbers, and its ranks waited for the timeout
-    board = Board(2)
+    board = Board(2, tmp_path)
     survivor = Survivor(board, 0)
-    board.arm(0, True)
+    survivor.arm()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as kept:
         closed = socket.create_connection(server.getsockname())
         survivor.keep_connections()
@@ -92,9 +93,11 @@ def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut() -> N
             os.dup2(new.fileno(), closed.fileno())
         closed.settimeout(20)
         try:
-            assert Agent(board).lose(1, [None, -9])
+            assert board.lose(1, [None, -9])
             assert closed.recv(1) == b""
             kept.sendall(b".")
         finally:
-            PEER_LOST.clear()
+            with survivor._lock:  # its thread goes on looking
+                board.set(1, survivors._DEAD, 0)
+                PEER_LOST.clear()
             closed.close()

@@ -20,7 +20,7 @@ from regression import assert_same, trainer_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed.scripts.launcher import shared_by_name
+from evener.strategies.distributed.script_launcher import shared_by_name
 from evener.strategies.distributed.store import RankError
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint

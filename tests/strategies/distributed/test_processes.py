@@ -1,11 +1,8 @@
 """How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
 
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ import pytorch_lightning as pl
 import warm_python
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from evener.strategies.distributed import process_exit
 from evener.strategies.distributed.group import RankGroup
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -22,7 +18,7 @@ ENDING = """
 import atexit, os, sys, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from evener.strategies.distributed.process_exit import end_process
+from evener.strategies.distributed.processes import end_process
 
 def write(name):
     open(os.path.join(sys.argv[1], name), "w").write("written")
@@ -65,21 +61,6 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names
-
-
-def _hears_of_a_closed_terminal() -> None:
-    process_exit.prepare_forked(timeout_s=0.3)
-    signal.signal(signal.SIGHUP, lambda *_: None)
-    os.kill(os.getpid(), signal.SIGHUP)
-    time.sleep(1.5)
-
-
-def test_a_rank_that_goes_on_after_a_signal_is_not_killed_for_it() -> None:
-    # a script alone is asked by its terminal; a rank that had SIGHUP, too, was killed after `timeout_s`
-    process = multiprocessing.get_context("fork").Process(target=_hears_of_a_closed_terminal)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
 
 
 def test_a_rank_that_is_ending_with_an_error_is_not_interrupted_by_the_signal_that_ends_the_others() -> None:

@@ -25,13 +25,14 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from ...core import rng
-from ...core.errors import ConfigError
-from ...core.files import replacing, scratch_directory
-from ...core.module_checks import verify_shapes
-from ..process_exit import (
+from ..core import rng
+from ..core.errors import ConfigError
+from ..core.files import replacing, scratch_directory
+from ..core.module_checks import verify_shapes
+from ._handback import known_objects, pack, reduce_method, unpack
+from .processes import (
     ASK_TO_STOP,
-    LAST_WORDS_S,
+    RankProcesses,
     StopRequests,
     forking,
     handle_no_more,
@@ -39,33 +40,19 @@ from ..process_exit import (
     leave_terminal,
     prepare_forked,
 )
-from ..processes import RankProcesses, status_of
-from ..store import RankError, hosted_store, leave_store
-from ._handback import known_objects, pack, reduce_method, unpack
+from .store import RankError, hosted_store, leave_store
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 """How a plain script's processes start, in the words of `multiprocessing`."""
 
-
-POLL_S = 0.1
-"""Seconds between two looks at the processes, at most; the end of one is seen at once."""
-
-STOPS_ALONE = 128 + signal.SIGTERM
-"""Exit status of a rank that has stopped by a signal, without the others."""
-
-STOPPED = "stopped by a signal"
-"""What rank 0 returns if the processes stopped together after a signal to any of them."""
+POLL_S = 0.1  # between two looks at the processes, at most; the end of one is seen at once
+END_S, STOP_S = 3.0, 300.0  # from SIGTERM to a rank's end where another one has failed, and where it saves
+STOPS_ALONE = 128 + signal.SIGTERM  # exit status of a rank that has stopped by a signal, without the others
+STOPPED = "stopped by a signal"  # what rank 0 returns if the processes stopped together
 
 
 def start_method(device: torch.device, given: StartMethod | None = None, strategy: str = "ddp") -> StartMethod:
-    """Choose how a plain script's processes start, if the user has not, so that it does not run once per process.
-
-    Returns:
-        `fork` on the CPU and in notebooks; `spawn` for accelerators, because a forked process can't use their state.
-
-    Raises:
-        ConfigError: the processes could not use the accelerator, or could not import a notebook's cells.
-    """
+    """Choose how a plain script's processes start: `fork` on the CPU and in notebooks, `spawn` for accelerators."""
     if _IS_INTERACTIVE and given not in (None, "fork"):
         raise ConfigError(
             f"{strategy}: start_method={given} was given in a notebook, whose cells a new process can't import. "
@@ -84,10 +71,7 @@ def start_method(device: torch.device, given: StartMethod | None = None, strateg
 class ScriptLauncher(_Launcher):
     """Starts the processes of a plain script, each of which runs the trainer, and brings back what rank 0 has done.
 
-    Args:
-        strategy: it has the devices.
-        timeout_s: seconds from the first end of a rank to that of the last.
-        method: how they start; None chooses by the device.
+    From the first end of a rank to that of the last there are at most `timeout_s` seconds.
     """
 
     def __init__(self, strategy: Any, timeout_s: float, method: StartMethod | None) -> None:
@@ -102,13 +86,7 @@ class ScriptLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
-        """Run a function of the trainer in every rank, and return what it returns in rank 0.
-
-        Raises:
-            RankError: a rank failed; the message holds its traceback.
-            ConfigError: a rank refused what was asked.
-            KeyboardInterrupt, SystemExit: the user's code has raised it in a rank.
-        """
+        """Run a function of the trainer in every rank; return what it returns in rank 0, or raise what ended a rank."""
         if self._is_in_rank:
             return function(*args, **kwargs)
         try:
@@ -125,9 +103,9 @@ class ScriptLauncher(_Launcher):
         known, strategy = known_objects(trainer, (work.args, work.keywords)), self._strategy
         context: Any = multiprocessing.get_context(self._start_method)
         with scratch_directory() as folder, self._store() as variables:
-            ranks = RankProcesses(POLL_S, LAST_WORDS_S + 1, self._timeout_s)
+            ranks = RankProcesses(POLL_S, END_S, self._timeout_s)
             modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
-            with forwarded_signals(ranks) as requests:
+            with forwarded_signals(ranks, min(self._timeout_s, STOP_S)) as requests:
                 with forking() if self._start_method == "fork" else shared_by_name():
                     for rank in range(strategy.num_processes):
                         args = (rank, folder, trainer, work, variables, rng.random_state(), modes)
@@ -145,7 +123,7 @@ class ScriptLauncher(_Launcher):
             returned = unpack(trainer, known, result.read_bytes()) if result.exists() else STOPPED
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
-            if failed is not None and status_of(ranks.processes[failed]) not in asked:
+            if failed is not None and ranks.processes[failed].exitcode not in asked:
                 raise _error(ranks.processes[failed], failed, folder / f"error{failed}")
         if failed is not None or requests.signum is not None or returned == STOPPED:
             raise _stop(requests.signum or signal.SIGTERM)
@@ -163,21 +141,15 @@ class ScriptLauncher(_Launcher):
         """Signals are forwarded while the processes run."""
 
     def _run_rank(
-        self,
-        rank: int,
-        folder: Path,
-        trainer: Any,
-        work: partial[Any],
-        variables: dict[str, str],
-        random_state: Any,
+        self, rank: int, folder: Path, trainer: Any, work: partial[Any], variables: dict[str, str], random_state: Any,
         modes: tuple[int, bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Be one rank; rank 0 leaves its results in a folder, and one that fails what the script is to raise."""
         handle_no_more()
         try:
             os.environ.update({**variables, "LOCAL_RANK": str(rank)})
             _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
-            prepare_forked(self._timeout_s)
+            prepare_forked()
             rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
             torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
             rng.set_random_state(random_state)
@@ -230,17 +202,15 @@ def _error(process: Any, rank: int, path: Path) -> BaseException:
     if path.exists():
         error: BaseException = pickle.loads(path.read_bytes())
         return error
-    status = status_of(process) or 0
+    status = process.exitcode or 0
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
     return RankError(f"rank {rank} {how} (process {process.pid}).")
 
 
 @contextmanager
 def shared_by_name() -> Generator[None]:
-    """Send tensors to processes inside the block by the names of files in shared memory, however many there are.
-
-    By default each takes a file descriptor of the sender's and the receiver's, and a fork server passes 252 at most.
-    Methods are sent under whatever name their object has them.
+    """Send tensors inside the block by names of shared memory, of which there may be more than descriptors, and methods
+    under whatever name their object has them.
     """
     ForkingPickler.register(MethodType, reduce_method)
     before = multiprocessing_of_torch.get_sharing_strategy()
@@ -251,14 +221,14 @@ def shared_by_name() -> Generator[None]:
         multiprocessing_of_torch.set_sharing_strategy(before)
 
 
-def forwarded_signals(ranks: RankProcesses) -> AbstractContextManager[StopRequests]:
+def forwarded_signals(ranks: RankProcesses, within_s: float) -> AbstractContextManager[StopRequests]:
     """Forward signals that ask to stop to the processes, which stop at one step; a second Ctrl-C kills them."""
 
     def forward(at_once: bool, signum: int, _: FrameType | None) -> None:
         if at_once or not ranks.processes:
             ranks.end(signal.SIGKILL)
             raise _stop(signum)
-        ranks.end(signal.SIGTERM)
+        ranks.end(signal.SIGTERM, within_s)
 
     own = {signum for signum in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(signum) != signal.SIG_DFL}
     return handled(forward, {*ASK_TO_STOP} - own)  # a script's own handler of these is kept

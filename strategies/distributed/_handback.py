@@ -21,8 +21,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...core import rng
-from ...core.module_checks import callbacks_of
+from ..core import rng
+from ..core.module_checks import callbacks_of
 
 _OF_LIGHTNING = {
     "trainer": ("callbacks", "state", "should_stop"),
@@ -41,10 +41,7 @@ _LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "t
 
 
 def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
-    """List by name what a script has before its ranks start, and has `given` to `fit`, in it and in each rank alike.
-
-    Each object has one name, the last of those below.
-    """
+    """List by name, the last of those below, what a script has before its ranks start, and has `given` to `fit`."""
     module = trainer.lightning_module
     named: dict[str, Any] = {
         **{f"given {i}": one for i, one in enumerate(tree_leaves(given)) if hasattr(one, "__dict__")},
@@ -62,6 +59,13 @@ def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
     return {name: named[name] for name in names.values()}
 
 
+def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
+    for name, loop in vars(owner).items():
+        if isinstance(loop, _Loop):
+            yield before + name, loop
+            yield from _loops(loop, f"{before}{name}.")
+
+
 def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: bool) -> bytes:
     """Write down, in rank 0, what its run has changed of known objects, of callbacks only if it was not `is_whole`."""
     ids = {id(value): name for name, value in known.items()}
@@ -71,14 +75,42 @@ def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any, is_whole: 
     attributes = {name: found for name, value in changed.items() if (found := _attributes(name, value))}
     weights = {name: value for name, value in changed.items() if isinstance(value, nn.Parameter)}
     parameters = {name: (weight.detach(), weight.requires_grad) for name, weight in weights.items()}
-    lost = [] if _pickles(attributes, ids) else _leave_out(attributes, known, ids)
+    lost = list[str]()
+    for name, found in {} if _pickles(attributes, ids) else attributes.items():
+        for key in [key for key, item in found.items() if not _pickles(item, ids)]:
+            del found[key]
+            package = type(known[name]).__module__.partition(".")[0]
+            if name in _OF_LIGHTNING or package not in _LIBRARIES:  # the user's, or Lightning's state of the run
+                lost.append(f"{type(known[name]).__name__}.{key}")
     results = move_data_to_device(results, torch.device("cpu"))
     return _dumps((attributes, parameters, rng.random_state(), results, lost if is_whole else []), ids)
 
 
+def _attributes(name: str, value: Any) -> dict[str, Any]:
+    """The attributes of a known object that a run may have changed."""
+    if name in _OF_LIGHTNING:
+        return {key: getattr(value, key) for key in _OF_LIGHTNING[name] if hasattr(value, key)}
+    if isinstance(value, _Loop):
+        plain, named = (_BaseProgress, bool, int, float), getattr(value, "brought_back", ())
+        return {key: item for key, item in vars(value).items() if isinstance(item, plain) or key in named}
+    if isinstance(value, (nn.Module, pl.Callback, Logger)):
+        return {key: item for key, item in vars(value).items() if key not in _INTERNAL}
+    return {}
+
+
+def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
+    try:
+        _dumps(value, ids)
+    except Exception:  # noqa: BLE001  # anything that a user's __reduce__ raises
+        return False
+    return True
+
+
 def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     """Bring a script's known objects to the state of rank 0's; returns what the trainer returned there."""
-    attributes, parameters, random_state, results, lost = _Unpickler(packed, known).load()
+    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    unpickler.persistent_load = known.__getitem__
+    attributes, parameters, random_state, results, lost = unpickler.load()
     for name, (data, requires_grad) in parameters.items():
         known[name].grad = None
         known[name].data = data
@@ -102,45 +134,6 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
             "here it is as it was before. Keep what the script needs in plain attributes."
         )
     return results
-
-
-def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
-    for name, loop in vars(owner).items():
-        if isinstance(loop, _Loop):
-            yield before + name, loop
-            yield from _loops(loop, f"{before}{name}.")
-
-
-def _attributes(name: str, value: Any) -> dict[str, Any]:
-    """The attributes of a known object that a run may have changed."""
-    if name in _OF_LIGHTNING:
-        return {key: getattr(value, key) for key in _OF_LIGHTNING[name] if hasattr(value, key)}
-    if isinstance(value, _Loop):
-        plain, named = (_BaseProgress, bool, int, float), getattr(value, "brought_back", ())
-        return {key: item for key, item in vars(value).items() if isinstance(item, plain) or key in named}
-    if isinstance(value, (nn.Module, pl.Callback, Logger)):
-        return {key: item for key, item in vars(value).items() if key not in _INTERNAL}
-    return {}
-
-
-def _leave_out(attributes: Mapping[str, dict[str, Any]], known: Mapping[str, Any], ids: Mapping[int, str]) -> list[str]:
-    """Take out what can't be pickled; name it where it is the user's, or Lightning's state of the run."""
-    lost: list[str] = []
-    for name, found in attributes.items():
-        for key in [key for key, item in found.items() if not _pickles(item, ids)]:
-            del found[key]
-            package = type(known[name]).__module__.partition(".")[0]
-            if name in _OF_LIGHTNING or package not in _LIBRARIES:
-                lost.append(f"{type(known[name]).__name__}.{key}")
-    return lost
-
-
-def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
-    try:
-        _dumps(value, ids)
-    except Exception:  # noqa: BLE001  # anything that a user's __reduce__ raises
-        return False
-    return True
 
 
 def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
@@ -168,12 +161,3 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         return reduce_method(obj) if isinstance(obj, MethodType) else NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: bytes, known: Mapping[str, Any]) -> None:
-        super().__init__(io.BytesIO(packed))
-        self._known = known
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self._known[pid]
