@@ -1,18 +1,10 @@
-"""Join what steps append to lists of the module: one element per global batch, in the loader's order.
+"""Join what evaluation steps append to lists of the module: one element per global batch, in the loader's order.
 
-    def validation_step(self, batch, batch_idx):
-        self.outs.append({"preds": preds, "loss": loss})   # in on_validation_epoch_end one for each global batch
-
-In evaluation ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended.
-Then what the parts of one batch appended becomes one element, as results.py joins it, on the host where there are
-ranks. In training that happens after each step, and the lists of ranks stay their own.
-
-As many elements as samples, or unequal numbers of them, stay what they are. Of parts of one sample each, numbers,
-strings, and tensors of several rows are samples, unless larger parts have shown otherwise.
+Ranks, and the replicas of a process, each keep a list of their own until the epoch's steps have ended.
 """
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,14 +22,9 @@ from .structure import Path, children, rebuild, walk
 
 
 class EvaluationLists:
-    """Joins the lists of a run's evaluations.
+    """Joins the lists of a run's evaluations; `options` is what `verify_batch_dims` returned.
 
-    Args:
-        strategy: name that begins messages.
-        options: what `verify_batch_dims` returned: of `<step>.<name of the list>`, `sum` or `mean` of all numbers and
-            tensors in it, `list` for all elements, or `none`, where all parts append the same.
-        gather: exchanges what ranks have appended; None in one process.
-        limit_mb: what that may be, of all ranks.
+    `gather` exchanges what ranks have appended, of all ranks `limit_mb` at most; None in one process.
     """
 
     def __init__(
@@ -49,14 +36,13 @@ class EvaluationLists:
     ) -> None:
         self._strategy, self.options, self._limit_mb = strategy, options or {}, limit_mb
         self._gather = self._gather_ranks = gather
-        self._parts: list[PartLists] = []
-        """The root's, and those of the replicas that have run."""
+        self._parts: list[PartLists] = []  # the root's, and those of the replicas that have run
         self._batch: Key = (0, 0)
         self._num = 0.0
         self._has_begun = False
         self._hook: Replacement | None = None
+        # by step and list, whether elements are samples: parts of a single one don't show it
         self._are_samples: dict[tuple[str, Path], bool] = {}
-        """By step and list, whether elements are samples: parts of a single one don't show it."""
 
     def begin(self, module: pl.LightningModule) -> None:
         """Begin an evaluation: its lists are looked at when its first batch comes, and joined after the last."""
@@ -88,13 +74,7 @@ class EvaluationLists:
     def of_replicas(
         self, replicas: Sequence[Sequence[nn.Module]], used: Sequence[int], sizes: Sequence[int]
     ) -> Generator[None]:
-        """Give each replica that runs a step of evaluation inside the block lists of its own.
-
-        Args:
-            replicas: the modules of each that have a `log`, the root's first.
-            used: the replicas that have samples.
-            sizes: their samples.
-        """
+        """Give each replica that is used, with so many samples, lists of its own inside the block."""
         if self._gather is None:
             self.begin_batch(None, sum(sizes))
         while len(self._parts) < len(replicas):
@@ -105,46 +85,42 @@ class EvaluationLists:
             self._parts[i].take(self._batch, size)
 
     def _end(self, trainer: pl.Trainer, call_hooks: Callable[[], Any]) -> Any:
-        """Join the lists, and call the hooks of the epoch's end.
-
-        Raises:
-            ConfigError: the lists are too large to be gathered, or parts of a batch can't be joined.
-        """
+        """Join the lists, and call the hooks of the epoch's end."""
         assert self._hook is not None
         self._hook.remove()
-        self._hook, rest = None, 1.0
-        if trainer.sanity_checking:
-            rest = sum(map(float, trainer.num_val_batches)) / sum(map(float, trainer.num_sanity_val_batches))
+        self._hook, share = None, 1.0
+        if trainer.sanity_checking:  # of what the whole evaluation appends
+            share = sum(map(float, trainer.num_sanity_val_batches)) / sum(map(float, trainer.num_val_batches))
         if self._gather is not None and not self._has_begun:  # of a rank without batches
             recompute_weights(trainer.lightning_module)
-        self._join_all("test_step" if trainer.testing else "validation_step", rest)
-        return call_hooks()
-
-    def _join_all(self, step: str, rest: float) -> None:
-        """Join the lists; `rest` is how many times as much the whole evaluation appends, if this is a sanity check."""
-        root = self._parts[0]
         self._take()
-        if self._gather is None and len(self._parts) == 1:
-            return
         parts = [(part.added, part.entries()) for part in self._parts]
         if self._gather is not None:
-            if not self._is_to_gather(self._gather, parts, rest):
-                return
-            parts = [part for rank in self._gather(_on_host(parts)) for part in rank]
-        for path in dict.fromkeys(path for added, entries in parts for path in (*added, *entries)):
+            parts = self._gathered(self._gather, parts, share)
+        step, paths = "test_step" if trainer.testing else "validation_step", [(*added, *new) for added, new in parts]
+        for path in dict.fromkeys(path for own in paths for path in own) if len(parts) > 1 else ():
             with torch.no_grad():
                 if joined := self.joined(step, path, [added for added, _ in parts]):
-                    root.put(path, joined)
+                    self._parts[0].put(path, joined)
                 else:
-                    join = self._join(step, path)
-                    root.update(path, join.entries([entries[path] for _, entries in parts if path in entries]))
+                    entries = [new[path] for _, new in parts if path in new]
+                    self._parts[0].update(path, self._join(step, path).entries(entries))
+        return call_hooks()
+
+    def _gathered(self, gather: Callable[[Any], list[Any]], parts: list[Any], share: float) -> list[Any]:
+        """What all ranks have, if any has something, and all together not too much."""
+        size = sum(value.nbytes for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray)))
+        ranks = gather((any(map(any, parts)), size))
+        if (total := sum(size for _, size in ranks) / share / 2**20) > self._limit_mb:
+            raise ConfigError(
+                f"{self._strategy}: lists that evaluation steps append to hold {total:,.0f} MiB over all ranks, and "
+                f"strategy.gather_lists_mb={self._limit_mb:g} are gathered at most. Use a metric of torchmetrics, or "
+                "raise it, if the host's memory holds as much for each rank."
+            )
+        return [part for rank in gather(_on_host(parts)) for part in rank] if any(has for has, _ in ranks) else []
 
     def joined(self, step: str, path: Path, parts: Sequence[Appended]) -> list[Any]:
-        """Join what parts of batches have appended to a list.
-
-        Raises:
-            ConfigError: it isn't known how.
-        """
+        """Join what parts of batches have appended to a list, if it is known how."""
         batches: dict[Key, list[Added]] = {}
         for one in (one for added in parts for one in added.get(path, ())):
             batches.setdefault(one.batch, []).append(one)
@@ -154,63 +130,19 @@ class EvaluationLists:
             self._are_samples[step, path] = are_samples
         return join.elements(found, are_samples and self._are_samples.get((step, path), True))
 
-    def _join(self, step: str, path: Path) -> Join:
-        return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
-
-    def _is_to_gather(self, gather: Callable[[Any], list[Any]], parts: Any, rest: float) -> bool:
-        """Whether any rank has something to gather; all together not too much."""
-        size = sum(value.nbytes for _, value in walk(parts) if isinstance(value, (Tensor, np.ndarray)))
-        ranks = gather((any(map(any, parts)), size))
-        total = sum(size for _, size in ranks) * rest / 2**20
-        if total > self._limit_mb:
-            raise ConfigError(
-                f"{self._strategy}: lists that evaluation steps append to hold {total:,.0f} MiB over all ranks, and "
-                f"strategy.gather_lists_mb={self._limit_mb:g} are gathered at most. Use a metric of torchmetrics, or "
-                "raise it, if the host's memory holds as much for each rank."
-            )
-        return any(has for has, _ in ranks)
-
-
-class BatchLists:
-    """What the parts of a training batch append to lists: what one device would, once they are joined.
-
-    Args:
-        lists: says how.
-        names: the attributes that have lists, by their modules' numbers.
-        modules: those of each part that have a `log`, the root's first; micro-batches have the same ones.
-        sizes: samples of each part.
-    """
-
-    def __init__(
-        self, lists: EvaluationLists, names: Collection[Path], modules: Sequence[Sequence[nn.Module]],
-        sizes: Sequence[int],
-    ) -> None:  # fmt: skip
-        self._lists, self._modules, self._sizes = lists, modules, sizes
-        root = PartLists([vars(module) for module in modules[0]], names)
-        root.begin()
-        is_root = [module[0] is modules[0][0] for module in modules]
-        self._parts = [root if own else root.copied() for own in is_root]
-        self._copies = [i for i, own in enumerate(is_root) if not own and sizes[i]]
-
-    def given(self) -> AbstractContextManager[None]:
-        """Give copies of the module their lists, inside the block."""
-        return given_lists(self._parts, self._modules, self._copies)
-
-    def take(self, part: int) -> None:
-        """Note what a part has appended, whose step has ended."""
-        self._parts[part].take((0, 0), self._sizes[part])
-
-    def join(self, losses: Sequence[Tensor], loss: Tensor | None) -> None:
-        """Put what the batch appends in the place of what its parts have, given their losses and the batch's."""
-        parts = [part.added for part in dict.fromkeys(self._parts)]
-        of_batch = [with_loss(added, losses, loss) for added in parts]
-        for path in dict.fromkeys(path for added in parts for path in added):
+    def join_trained(self, parts: Sequence[PartLists], losses: Sequence[Tensor], loss: Tensor | None) -> None:
+        """Put what a training batch appends in the place of what its parts have, given their losses and the batch's."""
+        added = [with_loss(part.added, losses, loss) for part in dict.fromkeys(parts)]
+        for path in dict.fromkeys(path for own in added for path in own):
             try:
                 with torch.no_grad():
-                    joined = self._lists.joined("training_step", path, of_batch)
+                    joined = self.joined("training_step", path, added)
             except ConfigError:  # what other samples append
-                joined = [value for added in of_batch for one in added.get(path, ()) for value in one.values]
-            self._parts[0].put(path, joined)
+                joined = [value for own in added for one in own.get(path, ()) for value in one.values]
+            parts[0].put(path, joined)
+
+    def _join(self, step: str, path: Path) -> Join:
+        return Join(self._strategy, step, path[1:], self.options.get(f"{step}.{path[1]}"))
 
 
 def _on_host(value: Any) -> Any:

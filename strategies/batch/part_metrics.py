@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Generator, Hashable, Iterable,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from typing_extensions import override
 
 from ..core.devices import is_out_of_memory
@@ -26,8 +26,8 @@ from ..core.types import Sizes
 from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
 from .structure import Path, is_array
 
-_METHODS = ("update", "forward", "compute", "reset")
-
+Given: TypeAlias = dict[int | str, Any]
+"""Arguments of a call by place or name."""
 WholeLoss = Callable[[Sequence[Any], Sequence[int]], Any]
 """The loss of the whole batch, if values of these parts are theirs; else None."""
 
@@ -36,58 +36,45 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a metric in a part.
-
-    Args:
-        given: the arguments by place or name, without graphs.
-        versions: how often each tensor among them had been written to.
-        returned: stands for what the call returns.
-    """
+    """One call of a metric in a part: its arguments without graphs, and how often their tensors had been written to."""
 
     part: int
     metric: Any
     method: str
-    given: dict[int | str, Any]
+    given: Given
     versions: list[int]
-    returned: Any
+    stand_in: Any
 
 
 class PartMetrics:
-    """Takes the calls of a module's metrics in the parts of a batch, until `close`.
-
-    Args:
-        module: the module, whose metrics all parts call.
-        devices: of the parts; tensors on that of a part are joined on the first.
-        strategy: name that begins error messages.
-        part: returns which part runs on the calling thread.
-    """
+    """Takes the calls of a module's metrics in the parts of a batch, until `close`; `part` returns which one runs."""
 
     def __init__(
         self, module: nn.Module, devices: Sequence[torch.device], strategy: str, part: Callable[[], int]
     ) -> None:
         self._devices, self._strategy, self._part = devices, strategy, part
-        self.found = _metrics(module)
-        """Identifies the metrics and collections of the module."""
-        self._aggregators = {id(metric): _aggregators(metric) for metric in self.found}
-        self._numbers = {id(metric): number for number, metric in enumerate(self.found)}
-        self._calls: list[list[_Call]] = []
-        """Of each part of the step that runs; empty if none does."""
+        self._found: list[nn.Module] = []
+        self._replaced: list[Replacement] = []
+        self._calls: list[list[_Call]] = []  # of each part of the step that runs; empty if none does
         self._made: list[list[_Call]] = []
         self._sizes: Sizes = ()
-        self._arguments = _Arguments()
-        self.rows = set[Path]()
-        """The arguments that are rows of samples, by call and name; a part of one sample may squeeze them."""
         self._is_alone = False
+        self._arguments = _Arguments()
+        self.rows = set[Path]()  # arguments that are, by call and name; a part of one sample may squeeze them
+        self.follow(module)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take the calls of the metrics and collections that a module has now."""
+        found: list[nn.Module] = [m for m in module.modules() if is_metric(m) or isinstance(m, MetricCollection)]
+        if list(map(id, found)) == list(map(id, self._found)):
+            return
+        self.close()
+        self._found, self._numbers = found, {id(one): number for number, one in enumerate(found)}
         self._replaced = [
             Replacement(metric, method, partial(self._called, metric, method))
-            for metric in self.found
-            for method in _METHODS
+            for metric in found
+            for method in ("update", "forward", "compute", "reset")
         ]
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether a module has no other metrics than were found."""
-        found = _metrics(module)
-        return len(found) == len(self.found) and all(map(lambda a, b: a is b, found, self.found))
 
     def close(self) -> None:
         """Restore the methods of the module's metrics."""
@@ -96,12 +83,7 @@ class PartMetrics:
 
     @contextmanager
     def recording(self, sizes: Sizes, rows: Collection[Path] = (), notes: bool = False) -> Generator[None]:
-        """Record calls inside the block, where parts of so many samples run.
-
-        Args:
-            rows: what is known of arguments.
-            notes: also what a single part calls metrics with, which calls them itself.
-        """
+        """Record calls inside the block; `notes`: also those of a single part, which calls metrics itself."""
         self.rows.update(rows)
         self._sizes, self._made = sizes, []
         self._is_alone = sum(size > 0 for size in sizes) == 1
@@ -110,130 +92,110 @@ class PartMetrics:
             self._made = self._calls
 
     def _called(self, metric: Any, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._calls:
+        if not self._calls or (self._is_alone and method in ("compute", "reset")):
             return own(*args, **kwargs)
-        name = f"{self._strategy}: {type(metric).__name__}"
+        name, stand_in = f"{self._strategy}: {type(metric).__name__}", None
         if method in ("compute", "reset"):
-            if self._is_alone:
-                return own(*args, **kwargs)
             raise PartsDiffer(
                 f"{name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
                 "itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end"
             )
-        part, returned = self._part(), None
         if method == "forward":
-            make = partial(no_value, f"{name} has a value of the whole batch only, which the step uses. Log or return "
-                           "it as it is, or use it in training_step_end or in an epoch hook", PartsDiffer)  # fmt: skip
-            is_collection = isinstance(metric, MetricCollection)
-            returned = {key: make() for key in metric.keys()} if is_collection else make()  # noqa: SIM118
-        given = {key: _detached(value) for key, value in (*enumerate(args), *kwargs.items())}
-        self._calls[part].append(_Call(part, metric, method, given, _versions(given), returned))
+            why = (
+                f"{name} has a value of the whole batch only, which the step uses. Log or return it as it is, or use "
+                "it in training_step_end or in an epoch hook"
+            )
+            keys = list(metric.keys()) if isinstance(metric, MetricCollection) else [None]
+            values = {key: no_value(why, PartsDiffer) for key in keys}
+            stand_in = values if isinstance(metric, MetricCollection) else values[None]
+        given: Given = {key: _detached(value) for key, value in (*enumerate(args), *kwargs.items())}
+        part = self._part()
+        self._calls[part].append(_Call(part, metric, method, given, _versions(given), stand_in))
         if self._is_alone:
             with replaced(self, "_calls", []):
                 return own(*args, **kwargs)
-        return returned
+        return stand_in
 
-    def replay(self, loss: WholeLoss) -> dict[Hashable, Any]:
-        """Call the metrics as the parts have, each call once for the whole batch.
-
-        Returns:
-            What they were given.
-
-        Raises:
-            PartsDiffer: what the whole batch would give a metric does not follow from the parts; none was called.
-        """
+    def replay(self, loss: WholeLoss) -> dict[Hashable, Given]:
+        """Call the metrics as the parts have, once for the whole batch, and return what they are given."""
         calls, self._made = self._made, []
-        if not any(calls):
-            return {}
-        groups = grouped(calls, lambda call: (self._numbers[id(call.metric)], call.method))
+        groups = grouped(calls, lambda call: (self._numbers[id(call.metric)], call.method)) if any(calls) else {}
         if self._is_alone:
             return {key: call.given for key, (call,) in groups.items()}
         joined = {key: self._joined(key, same, loss) for key, same in groups.items()}
         for key, given in joined.items():
-            self._give(groups[key], given)
+            call = groups[key][0]
+            named = {name: value for name, value in given.items() if isinstance(name, str)}
+            value = getattr(call.metric, call.method)(*(given[i] for i in given if isinstance(i, int)), **named)
+            for stand_in in (one.stand_in for one in groups[key] if one.stand_in is not None):
+                for name, one in stand_in.items() if isinstance(stand_in, dict) else [(None, stand_in)]:
+                    one.known = value if name is None else value[name]
         return joined
 
-    def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> dict[int | str, Any]:
+    def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> Given:
         """The arguments that the whole batch has, of those of its parts."""
-        metric, parts = calls[0].metric, [call.part for call in calls]
-        sizes = [self._sizes[part] for part in parts]
+        parts, first = [call.part for call in calls], self._devices[0]
+        sizes, own = [self._sizes[part] for part in parts], self._devices[parts[0]]
         try:
             if any(call.given.keys() != calls[0].given.keys() for call in calls):
                 raise Unknown("is given other arguments in some parts of a batch")
-            given = [self._moved(call) for call in calls]
-            columns = {name: self._rows((key, name), [one[name] for one in given], sizes) for name in given[0]}
+            if any(_versions(call.given) != call.versions for call in calls):
+                raise Unknown("is given a tensor that the step writes to afterwards")
+            names = calls[0].given
+            columns = {name: self._rows((key, name), [one.given[name] for one in calls], sizes) for name in names}
             if len(calls) < sum(size > 0 for size in self._sizes) and any(map(_is_number, columns.values())):
                 raise Unknown("is given numbers by some parts of a batch only")
-            known = {name: loss(values, parts) for name, values in columns.items()}
-            return {
-                name: self._argument((key, name), metric, columns, name, sizes) if known[name] is None else known[name]
-                for name in columns
-            }
+            joined: Given = {}
+            for name, values in columns.items():
+                whole = loss(values, parts)
+                joined[name] = self._argument((key, name), calls[0], columns, sizes) if whole is None else whole
         except (Unknown, RuntimeError) as exc:
             if is_out_of_memory(exc):
                 raise
             raise PartsDiffer(
-                f"{self._strategy}: {type(metric).__name__} {exc}, so that what the whole batch gives it isn't known. "
-                "Give it tensors with rows of samples, or call it in training_step_end or in an epoch hook"
+                f"{self._strategy}: {type(calls[0].metric).__name__} {exc}, so that what the whole batch gives it "
+                "isn't known. Give it tensors with rows of samples, or call it in training_step_end or in an epoch hook"
             ) from exc
+        return (
+            joined if own == first else tree_map_only(Tensor, lambda t: t.to(first) if t.device == own else t, joined)
+        )
 
-    def _argument(
-        self, path: Path, metric: Metric, columns: dict[int | str, list[Any]], name: int | str, sizes: Sequence[int]
-    ) -> Any:
+    def _argument(self, path: Path, call: _Call, columns: Mapping[int | str, list[Any]], sizes: Sequence[int]) -> Any:
         """One argument of the whole batch; numbers that are means count by their weights, else by samples."""
-        values, weights, kinds = columns[name], columns.get(1, columns.get("weight")), self._aggregators[id(metric)]
-        if kinds == {MeanMetric} and _is_number(values):
+        values, weights = columns[path[-1]], columns.get(1, columns.get("weight"))
+        kinds = (
+            {type(one) for one in metrics_of(call.metric) if len(metrics_of(one)) == 1} if _is_number(values) else set()
+        )
+        self._arguments.adds = kinds == {SumMetric}
+        if kinds == {MeanMetric}:
             if weights is None or (not isinstance(weights[0], Tensor) and are_equal(weights) and weights != sizes):
                 weights = sizes if values is not weights else None  # one for each batch
             if weights is not None and (values is weights or is_fraction(values[0])):
                 return combine(values, weights, "sum" if values is weights else "mean", self._devices[0])
-        self._arguments.adds = kinds == {SumMetric}
         return self._arguments.join([(values, sizes)], path)[0]
-
-    def _moved(self, call: _Call) -> dict[int | str, Any]:
-        """The arguments of a call, with those on the part's device on the first one."""
-        if _versions(call.given) != call.versions:
-            raise Unknown("is given a tensor that the step writes to afterwards")
-        own, first = self._devices[call.part], self._devices[0]
-        if own == first:
-            return call.given
-        return tree_map_only(Tensor, lambda value: value.to(first) if value.device == own else value, call.given)
 
     def _rows(self, path: Path, values: list[Any], sizes: Sequence[int]) -> list[Any]:
         """Give what a part of one sample has squeezed its dimension again."""
-        if not all(
-            isinstance(value, Tensor) and (value.dim() or n == 1) for value, n in zip(values, sizes, strict=True)
-        ):
+        may_be = (isinstance(value, Tensor) and (value.dim() or n == 1) for value, n in zip(values, sizes, strict=True))
+        if not all(may_be):
             return values
-        if any(v.dim() for v in values):
+        if any(value.dim() for value in values):
             self.rows.add(path)
         is_rows = self._arguments.follow[path] = path in self.rows
         return [value.reshape(1) if not value.dim() else value for value in values] if is_rows else values
 
-    def _give(self, calls: Sequence[_Call], given: dict[int | str, Any]) -> None:
-        named = {key: value for key, value in given.items() if isinstance(key, str)}
-        method = getattr(calls[0].metric, calls[0].method)
-        value = method(*(value for key, value in given.items() if not isinstance(key, str)), **named)
-        for returned in (call.returned for call in calls):
-            if isinstance(returned, dict):
-                for name, stand_in in returned.items():
-                    stand_in.known = value[name]
-            elif returned is not None:
-                returned.known = value
-
 
 class _Arguments(Joiner):
-    """Joins arguments of metrics: rows, elements, what is the same in all parts, and counts; no other numbers.
+    """Joins arguments of metrics: rows, elements, what is the same in all parts, and counts; no other numbers."""
 
-    Attributes:
-        adds: whether whole numbers are counts that add up.
-    """
+    adds = False
+    """Whether whole numbers are counts that add up."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None, self._raise)
-        self.adds = False
 
-    def _raise(self, path: Path, why: str) -> Any:
+    @staticmethod
+    def _raise(path: Path, why: str) -> Any:
         raise Unknown(f"is given what {why}")
 
     @override
@@ -266,20 +228,11 @@ def grouped(calls: Iterable[Sequence[T]], key: Callable[[T], Hashable]) -> dict[
     return found
 
 
-def _metrics(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if is_metric(part) or isinstance(part, MetricCollection)]
-
-
-def _aggregators(metric: nn.Module) -> set[type]:
-    """The classes of the metrics in one that hold no others."""
-    return {type(one) for one in metrics_of(metric) if len(metrics_of(one)) == 1}
-
-
 def _detached(value: Any) -> Any:  # most are tensors: torch's trees take longer
     return value.detach() if isinstance(value, Tensor) else tree_map_only(Tensor, Tensor.detach, value)
 
 
-def _versions(given: Mapping[int | str, Any]) -> list[int]:
+def _versions(given: Given) -> list[int]:
     """How often tensors have been written to; those of inference mode don't tell."""
     leaves = (one for value in given.values() for one in ([value] if isinstance(value, Tensor) else tree_leaves(value)))
     return [one._version for one in leaves if isinstance(one, Tensor) and not one.is_inference()]

@@ -5,8 +5,7 @@
                               → keep       nobody is set: the module's own `log`, or the trainer's faster one
 
 It is set on a module once per run. A step only names a receiver, so nothing of the module is replaced while it runs.
-A `NoValue` stands in for what can't be computed of a part: R2Score needs two samples, and whoever logs the metric
-itself does not ask for the value of one.
+A `NoValue` stands in for what isn't known of a part, or not yet: whoever logs a metric itself does not ask for it.
 """
 
 import inspect
@@ -18,7 +17,6 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchmetrics import Metric
 from typing_extensions import override
 
 from .errors import ConfigError
@@ -135,35 +133,3 @@ def no_value(reason: str, error: type[ConfigError] = NoValueError) -> NoValue:
 def known(value: Any) -> Any:
     """What a `NoValue` stands for, as far as it is known."""
     return value if not isinstance(value, NoValue) or value.known is None else value.known
-
-
-def part_value(metric: Metric, forward: Callable[..., Any], keep: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` of a metric, perhaps replaced, with a part of a batch, which the metric counts in any case.
-
-    Args:
-        keep: called with the metric before each value of the part; None for nothing.
-
-    Returns:
-        The value of these samples, or a `NoValue`.
-    """
-    compute, name = metric.compute, type(metric).__name__
-
-    def computed() -> Any:
-        if keep is not None:
-            keep(metric)
-        try:
-            return compute()
-        except NoValueError:
-            raise
-        except (ValueError, RuntimeError, IndexError, ZeroDivisionError) as exc:
-            return no_value(
-                f"{name}: the value of a part of the batch can't be computed ({exc}). Call {name}.update(...) if only "
-                "the epoch's value is wanted, or log the metric itself (under ranks with sync_dist=True), which has "
-                "the whole batch's value."
-            )
-
-    with replaced(metric, "compute", computed):
-        try:
-            return forward(*args, **kwargs)
-        except NoValueError as exc:  # of a metric within this one
-            return no_value(str(exc))

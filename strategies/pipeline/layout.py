@@ -205,7 +205,7 @@ class StageLayout(PartsLayout):
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
         gradients = EarlyGradients(parameters, sizes, self.strategy, scale, unread)
-        self.logs.follow_metrics()
+        self.logs.metrics.follow(self.module)
         meet = self.reader.scale if self.reader.plan.needs_all else None
         with self.logs.recording(self.reader.values, "training_step", sizes):
             return self._microbatches.run(names, calls, gradients, meet), gradients.attach

@@ -160,7 +160,7 @@ class MicroBatches:
 
     def close(self) -> None:
         """Stop the threads, and restore the methods of the module's metrics."""
-        self.logs.close()
+        self.logs.metrics.close()
         if self._pool is not None:
             self._pool.shutdown()
 

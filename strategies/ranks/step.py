@@ -28,8 +28,7 @@ from ..core.module_log import lightning_modules, log_nothing, module_log, receiv
 from ..core.patching import Kept, copied, kept_metrics, replaced
 from ..core.types import Batch
 from ..data.shares import RankShares
-from ..distributed.metrics.part_numbers import Part
-from ..distributed.metrics.sync import RunMetrics
+from ..distributed.metrics import Part, RunMetrics
 from ..distributed.objects import gather_objects
 from ..distributed.same_weights import Agreement
 from ..distributed.sync_batchnorm import SyncedBatchNorm
@@ -118,7 +117,6 @@ class RankStep(StepContract):
         trains = stage is RunningStage.TRAINING
         combined: Any = (trainer.fit_loop if trains else trainer._evaluation_loop)._combined_loader
         shares.begin_batch(combined, dataloader_idx, trains)
-        self.metrics.begin_batch(shares.counts)
         if not trains:
             known = None if shares.current is None else shares.current.step
             self.evaluated = dataloader_idx, self._num_evaluated[dataloader_idx] if known is None else known

@@ -214,7 +214,7 @@ class ReplicaLayout(PartsLayout):
             self._mixed.end()
         if self._replicas is not None:
             self._executor.shutdown()
-            self.logs.close()
+            self.logs.metrics.close()
         self._replicas = self._forward = self._mixed = None
 
     @override
@@ -282,7 +282,7 @@ class ReplicaLayout(PartsLayout):
         replicas = self._replicas
         assert replicas is not None, "the run has not begun"
         if replicas.refresh():
-            self.logs.close()
+            self.logs.metrics.close()
             self._attach(replicas)
         used = [i for i, size in enumerate(sizes) if size > 0]
         pieces = [self._piece(replicas, i, method, arguments[i], sizes, reader) for i in used]

@@ -7,6 +7,7 @@ validation without batches. Such a case would say nothing, so the part that does
 from dataclasses import replace
 from typing import Any
 
+from . import metering
 from .cases import Case, Net, Options, Spread
 from .loading import eval_loader, is_paired, num_batches, train_loader
 from .optimizers import MANUAL
@@ -68,10 +69,12 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
         net = _without(net, "experts")
     # what ranks collect in lists of their own is not summed when the epoch ends; a batch that is skipped is an error
     net = _without(net, "skips_a_batch", *(name for name in net.peculiar if "collects" in name))
-    # a collection logs under names of its members, by which the tester can't tell what is a rank's own
-    logs = tuple(replace(log, sync_dist=log.sync_dist or "collection" in log.value) for log in case.logs)
-    # the bar shows rank 0's own value of an evaluation step, unless it is asked for the global batch's
-    logs = tuple(replace(log, prog_bar=log.prog_bar and (log.where != "eval" or log.sync_dist)) for log in logs)
+    # steps of evaluation, and metrics in steps, have rank 0's own value, or none
+    by_epoch = [log.where == "eval" or log.value in metering.METRICS for log in case.logs]
+    logs = tuple(
+        replace(log, on_step=False, on_epoch=True) if only else log
+        for log, only in zip(case.logs, by_epoch, strict=True)
+    )
     # of these losses each has a part that is the batch's, so that the largest is no sample's
     # and with weights of samples a term that is the batch's has no share of its own
     if any(log.value in ("max", "min", "weighted_mean") for log in logs) or "weight" in case.returns.train:

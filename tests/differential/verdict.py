@@ -117,13 +117,9 @@ def _comparable(name: str, value: Any, case: Case, spread: Spread) -> Any:
 def _local_names(case: Case) -> tuple[str, ...]:
     """Keys of values that a module logs by step without `sync_dist`: documented to be a rank's own."""
     train = [log for log in case.logs if log.where == "train"]
-    own = [f"train_{i}_{log.value}" for i, log in enumerate(train) if not log.sync_dist]
-    for i, log in enumerate(log for log in case.logs if log.where == "eval"):
-        if log.on_step and not log.sync_dist:
-            forked = "" if log.on_epoch is False else "_step"
-            names = (f"{log.value}{again}{forked}" for again in ("", "_again"))
-            own += [f"{stage}_{i}_{name}" for name in names for stage in ("val", "test")]
-    return tuple(own)
+    return tuple(
+        f"train_{i}_{log.value}" for i, log in enumerate(train) if not log.sync_dist and log.on_step is not False
+    )
 
 
 def _without(value: Any, names: tuple[str, ...]) -> Any:

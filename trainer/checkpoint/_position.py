@@ -29,7 +29,7 @@ from ...strategies.batch.layout import WholeSteps
 from ...strategies.core import rng
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import is_metric
-from ...strategies.distributed.metrics.states import MetricStates, resumed_states
+from ...strategies.distributed.metrics import MetricStates, resumed_states
 from ...strategies.registry import contract_of, devices_in_use, ranks_of
 from ...strategies.sharding.whole import map_tensors
 from ..logging.series import on_other_ranks
@@ -145,7 +145,7 @@ def restore(trainer: pl.Trainer, state: State, begins_epoch: bool) -> None:
         whole.go_on(state.get("whole_steps", []))  # files of earlier versions have none
     for name, metric in _metrics(module):
         if name in state["metrics"]:
-            MetricStates.read(state["metrics"][name]).give(metric)
+            MetricStates(**state["metrics"][name]).give(metric)
     epoch_loop.automatic_optimization.total = move_data_to_device(state["weights"], trainer.strategy.root_device)
     if state["gradients"] is not None:
         contract_of(trainer.strategy).restore_gradients(module, state["gradients"])
@@ -179,7 +179,7 @@ def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: pl.Ligh
     """Return the state with which a rank goes on, or refuse a metric whose states can't be combined."""
     first = rank == 0
     metrics = {
-        name: _metric_part(name, metric, [MetricStates.read(state["metrics"][name]) for state in ranks], first)
+        name: _metric_part(name, metric, [MetricStates(**state["metrics"][name]) for state in ranks], first)
         for name, metric in module.named_modules()
         if isinstance(metric, Metric) and all(name in state["metrics"] for state in ranks)
     }

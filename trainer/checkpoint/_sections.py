@@ -33,6 +33,7 @@ from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
 from ..loggers import journal
+from ..logging.exchange import end_step
 from . import _position
 from ._loader_state import restore_generators, stateful
 
@@ -124,7 +125,7 @@ class Sections:
             return
         loop, strategy = self._trainer.fit_loop.epoch_loop, self._trainer.strategy
         if self._trainer.training and loop._results.pending is not None:
-            self._trainer._logger_connector.exchange(loop._results, early=True)
+            end_step(loop._results)
         self._survivor.commit(self._record(journal.ends(self._trainer)))
         strategy.sync.settle()
         self._num_counted += 1
@@ -236,7 +237,7 @@ class _Before:
         contract = trainer.strategy.contract
         self._owners = [
             *loops, *counters, automatic, loops[1]._results, loops[2]._results, trainer,
-            trainer.state, trainer._logger_connector, trainer._logger_connector._exchange, trainer.lightning_module,
+            trainer.state, trainer._logger_connector, trainer.lightning_module,
             contract, contract.metrics, trainer.strategy.structures.lists,
         ]  # fmt: skip
         self._kept = Kept(())

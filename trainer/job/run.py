@@ -29,7 +29,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.file_io import find_newest, good_or_newest
 from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
-from ..loggers.tensorboard import TensorBoardLogger, hyperparameters, in_order
+from ..loggers.tensorboard import TensorBoardLogger, hyperparameters
 from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
 from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
@@ -117,7 +117,7 @@ def run(cfg: DictConfig) -> Result:
         for logger in parts.trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 best = {} if result.monitored is None else {cfg.monitor: result.monitored}
-                logger.log_final_metrics(in_order(result.metrics | best, result.monitor))
+                logger.log_final_metrics(result.metrics | best)
                 logger.close()
         result.write()
     return result

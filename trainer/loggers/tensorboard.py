@@ -59,10 +59,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         """Write the HPARAMS tab: the hyperparameters and the final metrics."""
         given = cast("dict[str, Any]", self.hparams)
         # without those of `save_hyperparameters` that the configuration has, too
-        names = [name for name in given if not any(f"{group}/{name}" in given for group in GROUPS)]
+        names = [name for name in given if not any(f"{group}/{name}" in given for group in _GROUPS)]
         writer = self.experiment._get_file_writer()
         # of `strategy/_target_` the tab shows `strategy`
-        for summary in hparams({name.removesuffix("/_target_"): _plain(given[name]) for name in names}, dict(metrics)):
+        shown = {name: value for name, value in sorted(metrics.items()) if not name.startswith(_OUR_OWN)}
+        for summary in hparams({name.removesuffix("/_target_"): _plain(given[name]) for name in names}, shown):
             writer.add_summary(summary)
 
     @override
@@ -85,53 +86,28 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
             self._experiment = None
 
 
-def event_files(folder: str | Path) -> list[Path]:
-    """The event files that runs have begun in a folder, in the order in which TensorBoard reads them."""
-    return sorted(Path(folder).glob(f"events.out.tfevents.*{SUFFIX}"))
-
-
-OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
+_OUR_OWN = ("speed/", "device/", "balance/", "gradient/", "lr-")
 """Prefixes of tags that are not metrics of the module."""
-
-
-GROUPS = ("strategy", "module", "data")
+_GROUPS = ("strategy", "module", "data")
 
 _WORDS = {cls.__name__: word for word, cls in STRATEGIES.items()}
 
 
 def hyperparameters(cfg: DictConfig) -> dict[str, Any]:
-    """Flatten the options that distinguish runs.
-
-    They are those of module, data and strategy, the root keys that change training, and all command-line overrides.
-    """
+    """Flatten the options that distinguish runs, and all overrides of the command line (`module.lr` as `module/lr`)."""
     values: dict[str, Any] = {key: str(cfg[key]) for key in ("devices", "precision", "seed")}
-    for group in GROUPS:
+    for group in _GROUPS:
         options = cast("dict[str, Any]", OmegaConf.to_container(cfg[group])) if cfg.get(group) else {}
         name = str(options.pop("_target_", None)).rpartition(".")[2]
         values[f"{group}/_target_"] = _WORDS.get(name, name)  # not `module`: MLflow's files can't have `module/lr` then
         values |= {f"{group}/{key}": _plain(value) for key, value in options.items()}
-    for name in _overridden(cfg):
-        given = OmegaConf.select(cfg, name.replace("/", "."))
+    file = Path(cfg.run_dir) / ".hydra" / "overrides.yaml"
+    words: Any = OmegaConf.load(file) if file.exists() else []
+    for word in OverridesParser.create().parse_overrides([*map(str, words)]):
+        name, given = word.key_or_group.replace(".", "/"), OmegaConf.select(cfg, word.key_or_group)
         if name not in values and given is not None and not OmegaConf.is_config(given):
             values[name] = _plain(given)
     return values
-
-
-def _overridden(cfg: DictConfig) -> list[str]:
-    """List the command-line overrides, named like hyperparameters: `module.lr=0.1` is `module/lr`."""
-    file = Path(cfg.run_dir) / ".hydra" / "overrides.yaml"
-    words: Any = OmegaConf.load(file) if file.exists() else []
-    keys = [override.key_or_group for override in OverridesParser.create().parse_overrides([*map(str, words)])]
-    return [f"{key}/_target_" if key in GROUPS else key.replace(".", "/") for key in keys]
-
-
-def in_order(metrics: Mapping[str, float], first: str | None) -> dict[str, float]:
-    """Sort the module's metrics: the monitored one first, then those of test, of validation, and others."""
-
-    def rank(name: str) -> tuple[bool, ...]:
-        return name != first, not name.startswith("test"), not name.startswith("val")
-
-    return {name: metrics[name] for name in sorted(metrics, key=rank) if not name.startswith(OUR_OWN)}
 
 
 def _plain(value: Any) -> int | float | str:

@@ -1,7 +1,4 @@
-"""Log to experiment trackers: one run of the tracker per run directory, however many processes and restarts.
-
-Each class is Lightning's with other defaults. The packages (`wandb`, `mlflow`, `comet_ml`) are extras of their names.
-"""
+"""Log to experiment trackers, each Lightning's with other defaults: one run per run directory, also after restarts."""
 
 import hashlib
 import importlib

@@ -1,14 +1,10 @@
-"""Take what is logged, without Lightning's checks after a key's first value, and collect it lazily.
+"""Take what is logged, without Lightning's checks after a key's first value, and collect it when it is read.
 
-Values stay on their device until they are read.
-Lightning collects all metrics, and copies those of the progress bar to the host, at the end of every step. Here the end
-of a step only records that there is something to collect. It is collected before anything changes it, or when it is
-read: by a logger at its step, the progress bar at its refresh, a callback at any time.
+Lightning collects all metrics, and copies those of the progress bar to the host, at the end of every step.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -21,7 +17,7 @@ from typing_extensions import override
 from ...strategies.core.module_log import LOG_OPTIONS, ModuleLog
 from ...strategies.core.patching import Replacement, replaced
 from ...strategies.core.types import Batch
-from .exchange import Exchange
+from .exchange import end_epoch, end_evaluated, end_step
 from .results import LeanResults
 
 _LOG, _LOG_DICT = pl.LightningModule.log, pl.LightningModule.log_dict
@@ -32,15 +28,10 @@ _OPTIONS = tuple(name for name in LOG_OPTIONS if name != "batch_size")
 def _collected(name: str) -> Any:
     """An attribute whose metrics are collected before it is read or replaced."""
 
-    def read(connector: "LeanLoggerConnector") -> dict[str, Any]:
-        connector.settle()
-        return connector.collected[name]
-
     def write(connector: "LeanLoggerConnector", metrics: dict[str, Any]) -> None:
-        connector.settle()
-        connector.collected[name] = metrics
+        connector.settled()[name] = metrics
 
-    return property(read, write)
+    return property(lambda connector: connector.settled()[name], write)
 
 
 class LeanLoggerConnector(_LoggerConnector):
@@ -50,14 +41,10 @@ class LeanLoggerConnector(_LoggerConnector):
         self.batch_results: LeanResults | None = None
         """The results of the loop that is processing a batch; None between batches."""
         self._unread: LeanResults | None = None
-        self.collected: dict[str, dict[str, Any]] = {}
+        self._metrics: dict[str, dict[str, Any]] = {}
         self.is_exchanged = False
         """Whether ranks have exchanged all that was logged before the end of the evaluation that comes next."""
         super().__init__(trainer)
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        return Exchange(self.trainer)
 
     @override
     def on_batch_start(
@@ -66,30 +53,18 @@ class LeanLoggerConnector(_LoggerConnector):
         """Begin a batch; a loop that has its results at hand gives them, which are found slowly."""
         if results is None:
             results = cast(LeanResults, self.trainer._results)
-        if self._first_loop_iter is None:
-            self._first_loop_iter = True
-        elif self._first_loop_iter is True:
-            self._first_loop_iter = False
+        self._first_loop_iter = self._first_loop_iter is None
         if results.dataloader_idx != dataloader_idx:
-            self.settle()
+            self.settled()
             results.dataloader_idx = dataloader_idx
         results.flush()  # of an interrupted step
         ranks, results.pending = results.ranks, None
         if ranks is not None:
             results.pending = []
-            self._exchange.begin_batch()
             results.share = ranks.contract.shares.current
         self.batch_results = results
         results.batch = batch
         results.batch_size = None
-
-    def exchange(self, results: LeanResults, early: bool = False) -> None:
-        """Bring the values that this rank logged in the training batch to what they are for the global batch.
-
-        What hooks log after an `early` exchange, before the batch's optimizer step, is not a sum over the batch.
-        """
-        self._exchange.end_step(results)
-        self._exchange.has_ended |= early
 
     @override
     def on_batch_end(self) -> None:
@@ -97,9 +72,9 @@ class LeanLoggerConnector(_LoggerConnector):
         results = self.batch_results
         assert results is not None
         if results.pending is not None:
-            (self._exchange.end_step if results.training else self._exchange.end_evaluated)(results)
+            (end_step if results.training else end_evaluated)(results)
         if results and self._unread is not results:
-            self.settle()
+            self.settled()
             self._unread = results
         results.batch = None
         results.batch_size = None
@@ -118,18 +93,17 @@ class LeanLoggerConnector(_LoggerConnector):
         if (every and (num_steps % every == 0 or trainer.should_stop)) or trainer.fast_dev_run:
             self.log_metrics(self.metrics["log"])
 
-    def settle(self) -> None:
-        """Collect the metrics of the last step, if not done yet."""
+    def settled(self) -> dict[str, dict[str, Any]]:
+        """All that was collected, with the metrics of the last step."""
         results, self._unread = self._unread, None
         if results is not None:
-            metrics = results.metrics(on_step=True)
-            self._progress_bar_metrics.update(metrics["pbar"])
-            self._callback_metrics.update(metrics["callback"])
-            self._logged_metrics.update(metrics["log"])
+            for name, metrics in results.metrics(on_step=True).items():
+                self._metrics[name].update(cast(Any, metrics))
+        return self._metrics
 
     @override
     def epoch_end_reached(self) -> None:
-        self.settle()
+        self.settled()
         self._leave_batch()
         super().epoch_end_reached()
         if not self.is_exchanged:
@@ -141,28 +115,14 @@ class LeanLoggerConnector(_LoggerConnector):
         self._share(last=True)  # values logged by the epoch's last hooks
         super().on_epoch_end()
 
-    @override
-    def update_eval_step_metrics(self, step: int) -> None:
-        results: Any = self.trainer._results
-        if results.waits_for_epoch and results.ranks is not None:  # not since training gave each whole batches
-            self._exchange.keep_step(results, step)
-        else:
-            super().update_eval_step_metrics(step)
-
     def _share(self, last: bool = False) -> None:
         results = cast(LeanResults | None, self.trainer._results)
-        if results is None or results.ranks is None:
-            return
-        steps = [series for series in results.values() if series.meta.on_step]
-        for step, values in self._exchange.end_epoch(results, last):
-            logged = {results.shown_name(series, True) for series in steps if series.meta.logger}
-            shown = {results.shown_name(series, True) for series in steps if series.meta.prog_bar}
-            self.log_metrics({name: value for name, value in values.items() if name in logged}, step=step)
-            self._progress_bar_metrics.update({name: values[name] for name in values if name in shown})
+        if results is not None and results.ranks is not None:
+            end_epoch(results, last)
 
     @override
     def reset_results(self) -> None:
-        self.settle()
+        self.settled()
         self._leave_batch()
         super().reset_results()
 
@@ -236,39 +196,14 @@ class LeanLog(ModuleLog):
 
 
 def _log_dict(own: Callable[..., None], dictionary: Any, *args: Any, **options: Any) -> None:
-    """Log values by Lightning's method, without linking metrics of a collection anew in each call."""
-    values = dictionary
-    if type(dictionary) is MetricCollection and shares_states(dictionary):
-        renames = dictionary.prefix is not None or dictionary.postfix is not None
-        values = dictionary._to_renamed_dict() if renames else dictionary._modules
+    """Log values by Lightning's method, without copying the states that metrics of a collection share."""
+    values = dict(dictionary.items(copy_state=False)) if type(dictionary) is MetricCollection else dictionary
     own(values, *args, **options)
-
-
-def shares_states(collection: MetricCollection) -> bool:
-    """Whether the metrics of each group have the states of its first, as `update` leaves them.
-
-    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
-    an update.
-    """
-    metrics: Mapping[str, Any] = vars(collection)["_modules"]
-    if not collection._groups_checked or collection._state_is_copy:
-        return False
-    for group in collection._groups.values():  # loops, since generators take longer
-        first, *others = [vars(metrics[name]) for name in group]
-        for name in ("_update_count", *first["_defaults"]) if first["_defaults"] else ():
-            for other in others:
-                if other[name] is not first[name]:
-                    return False
-    return True
 
 
 @contextmanager
 def lean_logging(trainer: Any) -> Generator[None]:
-    """Replace the `log` method of the module, which callbacks use too, inside the block.
-
-    Does nothing if the module overrides `log`, or if the trainer does not log. A compiled module's is excluded from
-    compilation: Lightning's reads signatures, which can't be traced.
-    """
+    """Replace the `log` of the module, which callbacks use too, inside the block, unless the module overrides it."""
     module = trainer.lightning_module
     before = vars(module).get("log")  # the strategy's, or the user's
     plain = before.own if isinstance(before, ModuleLog) else module.log
@@ -276,6 +211,7 @@ def lean_logging(trainer: Any) -> Generator[None]:
     iterates = is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
     is_compiled = module._compiler_ctx is not None
     if own or iterates or is_compiled or trainer.barebones or module._fabric is not None:
+        # Lightning's reads signatures, which can't be traced
         with replaced(module, "log", torch.compiler.disable(module.log)) if is_compiled and not own else nullcontext():
             yield
         return

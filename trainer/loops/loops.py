@@ -21,6 +21,7 @@ from ...strategies.core.types import Batch
 from ...strategies.distributed.group import StopAgreement
 from ...strategies.registry import ranks_of
 from ..logging.connector import LeanLoggerConnector
+from ..logging.exchange import end_step
 from ..logging.results import LeanResults
 from .evaluation_loops import LeanEvaluationLoop, ValidationStopped
 from .step_plan import may_be_lean
@@ -116,7 +117,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         """Lightning's, which its own loop calls between the step and the hooks that read what was logged in it."""
         if self._results.pending is not None:
-            self._connector.exchange(self._results)
+            end_step(self._results)
         super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
@@ -199,7 +200,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         if skipped:
             raise StopIteration
         if self._results.pending is not None:
-            self._connector.exchange(self._results)
+            end_step(self._results)
         if "on_train_batch_end" in step.work:
             step.call("on_train_batch_end", output, batch, batch_idx)
         self._connector.on_batch_end()
@@ -222,7 +223,7 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
             self._agree_to_end(self._stop)
         if self._step is None or self._validation_may_be_due():
             self._has_validated = True
-            self._connector.settle()
+            self._connector.settled()
             try:
                 super().on_advance_end(data_fetcher)
             except ValidationStopped:

@@ -94,15 +94,9 @@ def test_a_second_fit_of_one_logger_keeps_what_was_logged_since_the_first(tmp_pa
     assert steps(tmp_path, "tested") == [8, 16]
 
 
-def test_lightnings_own_csv_logger_continues_after_a_restart_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for restarts in ("0", "1"):
-        fit(tmp_path / restarts, LightningsCSV, at=5)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
-        with pytest.warns(UserWarning, match="will be deleted") if restarts == "0" else nullcontext():
-            found = fit(tmp_path / restarts, LightningsCSV, resume=True)
-        assert found == ([3, 4, 5, 6, 7] if restarts == "0" else list(range(8)))
+def test_lightnings_own_csv_logger_continues_its_file(tmp_path: Path) -> None:
+    fit(tmp_path, LightningsCSV, at=5)
+    assert fit(tmp_path, LightningsCSV, resume=True) == list(range(8))
 
 
 def test_a_checkpoint_later_than_the_points_left_extends_no_file(tmp_path: Path) -> None:
@@ -178,7 +172,7 @@ def test_a_new_column_is_put_in_order_and_a_full_disk_leaves_the_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Lightning's writer truncates the file first; and of the columns that were not written there were values later.
-    file = MetricsFile(str(tmp_path), keep=True)
+    file = MetricsFile(str(tmp_path))
     file.log_metrics({"loss": 0.5}, step=0)
     file.save()
     file.log_metrics({"accuracy": 0.75}, step=1)
