@@ -17,7 +17,6 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -26,7 +25,7 @@ from ..strategies.core.devices import for_lightning, give_devices
 from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
-from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
+from ..strategies.core.patching import LIGHTNING_TELLS, filtered
 from ..strategies.distributed.processes import handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
@@ -68,14 +67,6 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
         yield from value if isinstance(value, (list, tuple)) else [value]
 
 
-def _verify_arguments(arguments: dict[str, Any]) -> None:
-    """Refuse a number with which Lightning would fail in the middle of a run."""
-    if isinstance(number := arguments.get("accumulate_grad_batches"), int) and number < 1:
-        raise ConfigError(
-            f"Trainer: accumulate_grad_batches={number} is not positive. Give a number of batches from 1 on."
-        )
-
-
 def _is_no_tip(record: logging.LogRecord) -> bool:
     """Whether a line is none of Lightning's tips for other products."""
     return "Tip:" not in record.getMessage()
@@ -93,13 +84,6 @@ def _strategy_of(word: str) -> str | Strategy:
             f"Lightning's.{did_you_mean(word, [*STRATEGIES, *known])}"
         )
     return word
-
-
-_CHOSEN_BY_LIGHTNING: dict[type, str] = {
-    pl_strategies.SingleDeviceStrategy: "single_device",
-    pl_strategies.DDPStrategy: "ddp",
-}
-"""Lightning's choices for `strategy="auto"` and the strategies of this project that replace them."""
 
 
 class Trainer(pl.Trainer):
@@ -135,7 +119,10 @@ class Trainer(pl.Trainer):
             strategy = _strategy_of(strategy)
         given |= give_devices(strategy, given.get("devices"))
         given["accelerator"] = for_lightning(given.get("accelerator", "auto"))
-        _verify_arguments(given)
+        if isinstance(number := given.get("accumulate_grad_batches"), int) and number < 1:
+            raise ConfigError(
+                f"Trainer: accumulate_grad_batches={number} is not positive. Give a number of batches from 1 on."
+            )
         verify_family(strategy, *_flat(given.values()))
         own_callbacks = list(_flat([given.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(own_callbacks)
@@ -165,8 +152,8 @@ class Trainer(pl.Trainer):
     def _choose_own_strategy(self) -> None:
         """Replace the strategy that Lightning selected for the devices by the corresponding one of this project."""
         connector = self._accelerator_connector
-        word = _CHOSEN_BY_LIGHTNING.get(type(connector.strategy))
-        if word is not None:
+        own: dict[Any, str] = {pl_strategies.SingleDeviceStrategy: "single_device", pl_strategies.DDPStrategy: "ddp"}
+        if (word := own.get(type(connector.strategy))) is not None:
             connector._strategy_flag = STRATEGIES[word]()
             connector._init_strategy()
             connector._lazy_init_strategy()
@@ -179,13 +166,10 @@ class Trainer(pl.Trainer):
         lightnings = self.fit_loop
         self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = LeanTrainingEpochLoop(self, lightnings.min_steps, lightnings.max_steps)
-        self.validate_loop = LeanEvaluationLoop(
-            self, TrainerFn.VALIDATING, RunningStage.VALIDATING, inference_mode=inference_mode
-        )
-        self.test_loop = LeanEvaluationLoop(
-            self, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=inference_mode
-        )
-        self.predict_loop = LeanPredictionLoop(self, inference_mode=inference_mode)
+        mode = {"inference_mode": inference_mode}
+        self.validate_loop = LeanEvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING, **mode)
+        self.test_loop = LeanEvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING, **mode)
+        self.predict_loop = LeanPredictionLoop(self, **mode)
 
     fit = _verified(pl.Trainer.fit)
     validate = _verified(pl.Trainer.validate)
@@ -205,31 +189,15 @@ class Trainer(pl.Trainer):
     @property
     @override
     def log_dir(self) -> str | None:
-        """The run's log directory, as rank 0 has it.
+        """The run's log directory, as rank 0 has it; any rank may read it alone.
 
-        Lightning broadcasts it on every read, so a rank that reads it alone hangs. Here it is broadcast once per run:
-        Lightning reads it on all ranks when the run starts.
+        Lightning broadcasts it on every read. Here it is broadcast once, when Lightning reads it as the run starts.
         """
         if not dist.is_available() or not dist.is_initialized():
             return super().log_dir
         if self._agreed_log_dir is None:
             self._agreed_log_dir = (super().log_dir,)
         return self._agreed_log_dir[0]
-
-    @property
-    @override
-    def estimated_stepping_batches(self) -> int | float:
-        """The number of optimizer steps that training takes; in a script whose ranks have trained, too.
-
-        Where the script does not have the ranks' loaders, it has the number of their batches, which Lightning takes
-        where it need not load data.
-        """
-        loop: Any = self.fit_loop
-        has_loaders = loop._data_source.instance is not None or loop._combined_loader is not None
-        if self.state.fn != TrainerFn.FITTING or has_loaders:
-            return super().estimated_stepping_batches
-        with replaced(loop, "_combined_loader", CombinedLoader(())):
-            return super().estimated_stepping_batches
 
     @override
     def _run_stage(self) -> Any:

@@ -86,20 +86,18 @@ class DetectNonFinite(pl.Callback):
 
     Args:
         action: `raise` stops training with an error; `skip_step` keeps weights and optimizer state unchanged and
-            continues (schedulers and step numbers count the step).
+            continues (schedulers and step numbers count the step). It waits for the device in every step.
 
     Raises:
-        ConfigError: `action` is unknown, precision is 16-mixed (which skips such steps itself), or `skip_step` is given
-            on an accelerator with an optimizer that can't skip a step without a host synchronization.
+        ConfigError: `action` is unknown, or precision is 16-mixed (which skips such steps itself).
     """
 
     @checked
     def __init__(self, action: Literal["raise", "skip_step"]) -> None:
         self.action = action
         self.num_skipped = 0
-        """Number of skipped steps that the host knows of."""
+        """Number of skipped steps."""
         self._first_bad: Tensor | None = None
-        self._skipped_there: Tensor | None = None
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -108,14 +106,7 @@ class DetectNonFinite(pl.Callback):
                 f"detect_nonfinite={self.action} is not supported with precision=16-mixed, which skips such steps "
                 "itself. Set detect_nonfinite=off, or precision=bf16-mixed."
             )
-        on_accelerator = trainer.strategy.root_device.type != "cpu"
-        fused = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
-        if self.action == "skip_step" and on_accelerator and not fused:
-            raise ConfigError(
-                "detect_nonfinite=skip_step needs an optimizer that can skip a step on the device. Construct it with "
-                "fused=True (Adam, AdamW, SGD, Adagrad), or set detect_nonfinite=raise."
-            )
-        self._first_bad = self._skipped_there = None
+        self._first_bad = None
 
     @override
     def on_before_optimizer_step(
@@ -124,38 +115,18 @@ class DetectNonFinite(pl.Callback):
         if not (gradients := gradients_of(optimizer)):
             return
         # The largest absolute value: unlike a sum of squares it can't overflow for finite gradients.
-        finite = total_norm(gradients, torch.inf).isfinite()
-        if finite.device.type == "cpu":
-            if not finite:
-                self._act(trainer, pl_module, optimizer)
-        elif self.action == "raise":
-            step = torch.full_like(finite, trainer.global_step, dtype=torch.int64)
+        finite, number = total_norm(gradients, torch.inf).isfinite(), trainer.global_step
+        if self.action == "raise" and finite.device.type != "cpu":
+            step = torch.full_like(finite, number, dtype=torch.int64)
             first = torch.full_like(step, -1) if self._first_bad is None else self._first_bad
             self._first_bad = torch.where((first < 0) & ~finite, step, first)
-        else:
-            bad = (~finite).to(torch.float32)
-            optimizer.found_inf = bad  # pyright: ignore[reportAttributeAccessIssue]  # fused optimizers read it
-            self._skipped_there = bad if self._skipped_there is None else self._skipped_there + bad
-
-    def _act(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        step = trainer.global_step
-        if self.action == "raise":
-            gradients = [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
-            bad = [name for name, gradient in gradients if not own_part(gradient).isfinite().all()]
-            raise self._error(step, bad)
-        self.num_skipped += 1
-        logger.warning("The gradients of optimizer step %d are not finite; the step is skipped.", step)
-        optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without gradients
-
-    def _read(self) -> None:
-        """Read the accelerator's record, which synchronizes with the device."""
-        if self._first_bad is not None and (step := int(self._first_bad)) >= 0:
-            raise self._error(step, [])
-        if self._skipped_there is not None:
-            skipped, self._skipped_there = int(self._skipped_there), None
-            self.num_skipped += skipped
-            if skipped:
-                logger.warning("%d optimizer steps were skipped: their gradients were not finite.", skipped)
+        elif self.action == "raise" and not finite:
+            named = [(name, p.grad) for name, p in pl_module.named_parameters() if p.grad is not None]
+            raise self._error(number, [name for name, gradient in named if not own_part(gradient).isfinite().all()])
+        elif not finite:
+            self.num_skipped += 1
+            logger.warning("The gradients of optimizer step %d are not finite; the step is skipped.", number)
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without gradients
 
     def _error(self, step: int, parameters: list[str]) -> FloatingPointError:
         where = f" (of {', '.join(parameters[:3])}{' and others' if len(parameters) > 3 else ''})" if parameters else ""
@@ -164,17 +135,18 @@ class DetectNonFinite(pl.Callback):
             "trainer.gradient_clip_val, or inspect the batch; trainer.detect_nonfinite=skip_step skips such steps."
         )
 
+    def _read(self, *args: Any, **kwargs: Any) -> None:
+        """Read the accelerator's record, which synchronizes with the device."""
+        if self._first_bad is not None and (step := int(self._first_bad)) >= 0:
+            raise self._error(step, [])
+
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         every: int = getattr(trainer, "log_every_n_steps", 0)
         if every and trainer.global_step % every == 0:
             self._read()
 
-    @override
-    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        self._read()
-
-    on_train_epoch_end = on_save_checkpoint = on_validation_start
+    on_validation_start = on_train_epoch_end = on_save_checkpoint = _read
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

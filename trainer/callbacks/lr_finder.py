@@ -13,8 +13,7 @@ from ...strategies.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-FEWEST = 20
-"""Steps without which nothing can be suggested: Lightning leaves out the first ten."""
+FEWEST = 20  # steps without which nothing can be suggested: Lightning leaves out the first ten
 
 
 class LearningRateFinder(LightningsFinder):
@@ -59,18 +58,16 @@ class LearningRateFinder(LightningsFinder):
         try:
             super().lr_find(trainer, pl_module)
         finally:  # by an exception it also ends a search that is all of the run
-            self._tell(trainer)
+            if self.optimal_lr is not None and trainer.is_global_zero:
+                self._tell(self.optimal_lr)
 
-    def _tell(self, trainer: pl.Trainer) -> None:
-        if self.optimal_lr is None or not trainer.is_global_zero:
-            return
-        found: dict[str, Any] = self.optimal_lr.results
-        rate = self.optimal_lr.suggestion()
-        if rate is None:
+    def _tell(self, found: Any) -> None:
+        if (rate := found.suggestion()) is None:
             log.warning("lr_finder: the loss never fell, so no rate is suggested. Raise max_lr or num_steps.")
         else:
             log.info("lr_finder: the loss falls fastest at a learning rate of %.3g", rate)
         if self.path is not None:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([("lr", "smoothed"), *zip(found["lr"], found["loss"], strict=False)])
+                rows = zip(found.results["lr"], found.results["loss"], strict=False)
+                csv.writer(file).writerows([("lr", "smoothed"), *rows])

@@ -4,8 +4,6 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from textwrap import indent
 from typing import Any
 
 import pytorch_lightning as pl
@@ -33,13 +31,25 @@ class StartUp(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        devices = all_devices(trainer)
-        rows = [(label, value) for label, value in start_up_rows(trainer, devices, self.run_dir) if value]
-        width = max(len(label) for label, _ in rows)
-        log.info("\n%s", "\n".join(f"  {label:<{width}}  {value}" for label, value in rows))
+        devices, num, machines = _all_devices(trainer), processes_of(trainer.strategy), trainer.num_nodes
+        parameters = list(pl_module.parameters())
+        total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+        counts, kept = Counter(devices).items(), [_kept(callback) for callback in trainer.checkpoint_callbacks]
+        rows = {
+            "strategy": name_of(trainer.strategy),
+            "devices": ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts),
+            "processes": f"{num}" + (f" on {machines} machines" if machines > 1 else ""),
+            "global batch": batch_line(trainer),
+            "precision": str(trainer.precision),
+            "parameters": f"{total:,}" + (f", {total - trained:,} of them frozen" if trained < total else ""),
+            "checkpoints": "; ".join(kept) or "none",
+            "run directory": self.run_dir,
+        }
+        log.info("\n%s", "\n".join(f"  {label:<13}  {value}" for label, value in rows.items() if value))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("partition", indent(partition_plan(trainer, devices), " " * 4))
+                lines = _partition_plan(trainer, devices).splitlines()
+                logger.experiment.add_text("partition", "\n".join(f"    {line}" for line in lines))
 
 
 class EpochLines(pl.Callback):
@@ -58,7 +68,7 @@ class EpochLines(pl.Callback):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell(trainer)
+        self.on_train_end(trainer, pl_module)
         self._since = time.perf_counter()
 
     @override
@@ -68,13 +78,9 @@ class EpochLines(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell(trainer)
-
-    def _tell(self, trainer: pl.Trainer) -> None:
         if self._ended is None:
             return
-        epoch, seconds = self._ended
-        self._ended = None
+        (epoch, seconds), self._ended = self._ended, None
         metrics = trainer.progress_bar_metrics or {
             name: value.item() for name, value in trainer.callback_metrics.items() if value.numel() == 1
         }
@@ -90,38 +96,13 @@ class LogEveryEpoch(pl.Callback):
     """
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        batches = trainer.num_training_batches
-        if math.isfinite(batches) and batches > 0:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if math.isfinite(batches := trainer.num_training_batches) and batches > 0:
             steps = math.ceil(batches / trainer.accumulate_grad_batches)
-            interval: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it undeclared
-            setattr(trainer, "log_every_n_steps", min(interval, steps))  # noqa: B010
+            trainer.log_every_n_steps = min(trainer.log_every_n_steps, steps)
 
 
-def start_up_rows(trainer: pl.Trainer, devices: list[str], run_dir: str) -> list[tuple[str, str]]:
-    """List the facts as (label, value); empty values are not shown.
-
-    Args:
-        devices: the devices of all processes.
-    """
-    strategy, machines = trainer.strategy, trainer.num_nodes
-    counts = Counter(devices)
-    parameters = list(trainer.lightning_module.parameters())
-    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    frozen = f", {total - trained:,} of them frozen" if trained < total else ""
-    return [
-        ("strategy", name_of(strategy)),
-        ("devices", ", ".join(f"{count} × {name}" if count > 1 else name for name, count in counts.items())),
-        ("processes", f"{processes_of(strategy)}" + (f" on {machines} machines" if machines > 1 else "")),
-        ("global batch", batch_line(trainer)),
-        ("precision", str(trainer.precision)),
-        ("parameters", f"{total:,}{frozen}"),
-        ("checkpoints", "; ".join(map(checkpoint_policy, trainer.checkpoint_callbacks)) or "none"),
-        ("run directory", run_dir),
-    ]
-
-
-def checkpoint_policy(callback: Any) -> str:
+def _kept(callback: Any) -> str:
     """Describe which checkpoints are kept, and when they are written: `the last, every 1,000 steps`."""
     if not isinstance(callback, ModelCheckpoint):
         return type(callback).__name__
@@ -139,39 +120,24 @@ def checkpoint_policy(callback: Any) -> str:
     return f"{' and '.join(kept) or 'none'}, every {every}"
 
 
-def all_devices(trainer: pl.Trainer) -> list[str]:
-    """Name the devices of all processes, assuming the same device types in every process."""
+def _all_devices(trainer: pl.Trainer) -> list[str]:
+    """Name the devices of all processes, assuming the same device types in every process: `cuda:1 (NVIDIA H200)`."""
     own: list[torch.device] = process_devices(trainer.strategy)
-    if (num := processes_of(trainer.strategy)) == 1:
-        return list(map(_named, own))
-    return [_named(torch.device(device.type)) for _ in range(num) for device in own]
+    if (num := processes_of(trainer.strategy)) > 1:
+        own = [torch.device(device.type) for device in own] * num
+    models = map(device_model, own)
+    return [str(d) if model == d.type else f"{d} ({model})" for d, model in zip(own, models, strict=True)]
 
 
-def _named(device: torch.device) -> str:
-    """`cpu`, or `cuda:1 (NVIDIA H200)`."""
-    model = device_model(device)
-    return str(device) if model == device.type else f"{device} ({model})"
-
-
-def partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
+def _partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
     """Draw what each device does: the stages of the module, or the device's chunk of the batch."""
-    layout = layout_of(trainer.strategy)
-    sizes, _ = global_sizes(trainer)
-    lines = [f"global batch {batch_line(trainer)}"] if sizes else []
-    if layout is not None and (drawn := layout.describe()):
-        return "\n".join([*lines, "", drawn])
-    parts = [f"{size:,}" for size in sizes] if len(sizes) == len(devices) else [""] * len(devices)
-    rows = zip(map(str, range(len(devices))), devices, parts, strict=True)
-    return "\n".join([*lines, "", draw_table([("device", "", "samples"), *rows])])
-
-
-def loader_batch_size(trainer: pl.Trainer) -> int | None:
-    """Number of samples in a full batch of the first training loader; None if it is unknown."""
-    combined = trainer.fit_loop._combined_loader
-    loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
-    sampler = getattr(loader, "batch_sampler", None)
-    candidates = (getattr(owner, "batch_size", None) for owner in (loader, getattr(sampler, "units", None), sampler))
-    return next((size for size in candidates if isinstance(size, int)), None)
+    layout, (sizes, _) = layout_of(trainer.strategy), global_sizes(trainer)
+    drawn = "" if layout is None else layout.describe()
+    if not drawn:
+        parts = [f"{size:,}" for size in sizes] if len(sizes) == len(devices) else [""] * len(devices)
+        rows = zip(map(str, range(len(devices))), devices, parts, strict=True)
+        drawn = draw_table([("device", "", "samples"), *rows])
+    return (f"global batch {batch_line(trainer)}\n\n" if sizes else "\n") + drawn
 
 
 def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
@@ -179,9 +145,13 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
 
     Returns:
         Samples per part, and the kind of part: `rank`, `replica`, or `device` if the batch is not cut. No sizes if the
-        loader's batch size is unknown.
+        batch size of the first training loader is unknown.
     """
-    strategy, batch_size, world = trainer.strategy, loader_batch_size(trainer), trainer.world_size
+    strategy, world, combined = trainer.strategy, trainer.world_size, trainer.fit_loop._combined_loader
+    loader: Any = combined.flattened[0] if combined is not None and combined.flattened else None
+    sampler = getattr(loader, "batch_sampler", None)
+    given = (getattr(owner, "batch_size", None) for owner in (loader, getattr(sampler, "units", None), sampler))
+    batch_size = next((size for size in given if isinstance(size, int)), None)
     if batch_size is None:
         return [], "device"
     if world > 1:
@@ -196,23 +166,22 @@ def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:
 
 
 def batch_line(trainer: pl.Trainer) -> str:
-    """Describe the global batch and how it is cut; empty if the loader's batch size is unknown."""
+    """Describe the global batch and how it is cut; empty if the loader's batch size is unknown.
+
+    `64 samples`, `256 = 4 ranks × 64 samples`, or `64 = 16 + 48 samples on 2 replicas`.
+    """
     sizes, part = global_sizes(trainer)
     if not sizes:
         return ""
-    line = cut_line(sizes, part)
-    layout = layout_of(trainer.strategy)
+    num, total, layout = len(sizes), sum(sizes), layout_of(trainer.strategy)
+    if num == 1:
+        line = f"{total:,} samples"
+    elif len(set(sizes)) == 1:
+        line = f"{total:,} = {num} {part}s × {sizes[0]:,} samples"
+    else:
+        line = f"{total:,} = {' + '.join(f'{size:,}' for size in sizes)} samples on {num} {part}s"
     if isinstance(layout, StageLayout) and layout.options.num_microbatches > 1:
         line += f", in {layout.options.num_microbatches} micro-batches"
     if (steps := trainer.accumulate_grad_batches) > 1:
-        line += f"; an optimizer step takes {steps} of them, {steps * sum(sizes):,} samples"
+        line += f"; an optimizer step takes {steps} of them, {steps * total:,} samples"
     return line
-
-
-def cut_line(sizes: Sequence[int], part: str) -> str:
-    """Format samples per part: `64 samples`, `256 = 4 ranks × 64 samples`, `64 = 16 + 48 samples on 2 replicas`."""
-    if len(sizes) == 1:
-        return f"{sizes[0]:,} samples"
-    if len(set(sizes)) == 1:
-        return f"{sum(sizes):,} = {len(sizes)} {part}s × {sizes[0]:,} samples"
-    return f"{sum(sizes):,} = {' + '.join(f'{size:,}' for size in sizes)} samples on {len(sizes)} {part}s"

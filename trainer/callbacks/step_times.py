@@ -23,53 +23,6 @@ from .start_up import global_sizes
 MIB = 2**20
 
 
-class StepClock:
-    """Adds up the seconds of training until they are read.
-
-    Args:
-        now: reads a monotonic clock, in seconds.
-
-    Attributes:
-        num_samples: samples so far.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.num_samples = 0
-        self._now = now
-        self._since: float | None = None
-        self._trained_s = 0.0
-        self._last = [0.0, 0.0, 0.0]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training so far, pauses excluded."""
-        return self._trained_s + (0.0 if self._since is None else self._now() - self._since)
-
-    def go(self) -> None:
-        """Start, or resume after a pause."""
-        if self._since is None:
-            self._since = self._now()
-
-    def pause(self) -> None:
-        """Pause, for anything that is not training."""
-        self._trained_s, self._since = self.seconds, None
-
-    def read(self, num_steps: int, data_wait_s: float = 0.0) -> dict[str, float]:
-        """Read the means since the last reading: `samples_per_s`, `step_ms` and `data_wait_ms`; empty if none passed.
-
-        Args:
-            num_steps: optimizer steps since then.
-            data_wait_s: seconds of waiting for the loader since the start of training.
-        """
-        now = [self.seconds, data_wait_s, float(self.num_samples)]
-        seconds, wait, samples = (new - old for new, old in zip(now, self._last, strict=True))
-        self._last = now
-        if seconds <= 0 or num_steps < 1:
-            return {}
-        per_step = {"step_ms": 1000 * seconds / num_steps, "data_wait_ms": 1000 * wait / num_steps}
-        return {"samples_per_s": samples / seconds, **per_step}
-
-
 class RunSummary(pl.Callback):
     """Count training samples and training seconds, without validation: the one clock of a run, which others read.
 
@@ -85,24 +38,47 @@ class RunSummary(pl.Callback):
         self.global_batch: int | None = None
         self.peak_memory_mib: list[float] = []
         self.diverged = False
-        self.clock = StepClock()
         self.figures: dict[type, Callable[[dict[str, float]], dict[str, float]]] = {}
         """What other callbacks, by class, make of the means at a log point; it is logged with them."""
-        self._last_step = 0
+        self._num_samples = self._last_step = 0
+        self._trained_s = 0.0
+        self._since: float | None = None
+        self._last = [0.0, 0.0, 0.0]
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "RunSummary | None":
         """The trainer's; None if it has none."""
         return next((callback for callback in callbacks_of(trainer) if isinstance(callback, cls)), None)
 
+    def pause(self, *_: Any, **__: Any) -> None:
+        """Stop the clock, for anything that is not training."""
+        if self._since is not None:
+            self._trained_s += time.perf_counter() - self._since
+            self._since = None
+
+    def go(self, *_: Any, **__: Any) -> None:
+        """Start the clock, or let it go on after a pause."""
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def read(self, num_steps: int, data_wait_s: float = 0.0) -> dict[str, float]:
+        """Read the means since the last reading, in as many steps: `samples_per_s`, `step_ms` and `data_wait_ms`."""
+        running_s = 0.0 if self._since is None else time.perf_counter() - self._since
+        now = [self._trained_s + running_s, data_wait_s, float(self._num_samples)]
+        seconds, wait, samples = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        if seconds <= 0 or num_steps < 1:
+            return {}
+        per_step = {"step_ms": 1000 * seconds / num_steps, "data_wait_ms": 1000 * wait / num_steps}
+        return {"samples_per_s": samples / seconds, **per_step}
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reset_peaks(process_devices(trainer.strategy))
         self._last_step = trainer.fit_loop.epoch_loop._batches_that_stepped
 
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.clock.go()
+    on_train_epoch_start = go
+    on_validation_start = pause
 
     @override
     def on_train_batch_end(
@@ -112,7 +88,7 @@ class RunSummary(pl.Callback):
         share = None if ranks is None else ranks.contract.shares.current
         # if the strategy does not define the samples of all processes, each is assumed to have as many
         total = int(share.total) if share else (num_samples(batch) or 0) * trainer.world_size
-        self.clock.num_samples += total
+        self._num_samples += total
         self.global_batch = self.global_batch or total or None
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         interval: int = getattr(trainer, "log_every_n_steps", 0)
@@ -120,19 +96,14 @@ class RunSummary(pl.Callback):
             self._log(trainer, step)
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.clock.pause()
-
-    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.clock.go()
+            self.go()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock = self.clock
-        clock.pause()
-        self.samples_per_s = clock.num_samples / clock.seconds if clock.num_samples and clock.seconds else None
+        self.pause()
+        self.samples_per_s = self._num_samples / self._trained_s if self._num_samples and self._trained_s else None
         self.peak_memory_mib = gather_peak_memory_mib(trainer.strategy)  # a collective, after the last step
 
     @override
@@ -143,12 +114,11 @@ class RunSummary(pl.Callback):
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the means since the last log point; with accumulation, at the first batch of the step."""
         wait_s: float = getattr(trainer.fit_loop.epoch_loop, "data_wait_s", 0.0)
-        times = self.clock.read(step - self._last_step, wait_s)
+        times = self.read(step - self._last_step, wait_s)
         self._last_step = step
         if not times:
             return
-        shown = ("samples_per_s", "step_ms", *(["data_wait_ms"] if wait_s else []))
-        values = {f"speed/{name}": times[name] for name in shown}  # Lightning's own loop measures no waits
+        values = {f"speed/{name}": value for name, value in times.items() if wait_s or name != "data_wait_ms"}
         for figures in self.figures.values():
             values |= figures(times)
         for logger in trainer.loggers:

@@ -53,14 +53,19 @@ class Utilization(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._counted:
-            self._counted = True
-            summary = RunSummary.of(trainer)
-            if summary is not None:
-                summary.clock.pause()
-            self._count(trainer, pl_module, batch)
-            if summary is not None:
-                summary.clock.go()
+        summary = RunSummary.of(trainer) if not self._counted else None
+        self._counted = True
+        if summary is None:
+            return
+        summary.pause()
+        try:
+            self.flops_per_sample = count_flops(pl_module, batch) / (num_samples(batch) or 1)
+        except Exception as exc:  # noqa: BLE001  # a step may do anything; the run goes on without this figure
+            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
+            log.info("The operations of a step can't be counted without values: %s", reason)
+        if self.peak_tflops is None:
+            self.peak_tflops = known_peak_tflops(trainer.strategy.root_device, str(trainer.precision))
+        summary.go()
 
     def _figures(self, times: dict[str, float]) -> dict[str, float]:
         if not self.flops_per_sample:
@@ -68,16 +73,6 @@ class Utilization(pl.Callback):
         tflops = self.flops_per_sample * times["samples_per_s"] / 1e12
         part = {"speed/utilization": tflops / self._num_devices / self.peak_tflops} if self.peak_tflops else {}
         return {"speed/tflops": tflops, **part}
-
-    def _count(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
-        """Count the operations of a training step, and find the peak to compare them with."""
-        try:
-            self.flops_per_sample = count_flops(module, batch) / (num_samples(batch) or 1)
-        except Exception as exc:  # noqa: BLE001  # a step may do anything; the run goes on without this figure
-            reason = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-            log.info("The operations of a step can't be counted without values: %s", reason)
-        if self.peak_tflops is None:
-            self.peak_tflops = known_peak_tflops(trainer.strategy.root_device, str(trainer.precision))
 
 
 def known_peak_tflops(device: torch.device, precision: str) -> float | None:
@@ -94,17 +89,20 @@ def count_flops(module: pl.LightningModule, batch: Batch) -> int:
     nothing. Attention is counted as its matrix products, without what a fused kernel computes again, and without what
     a causal mask leaves out.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Any] = {id(tensor): _leaf(mode, tensor) for tensor in (*module.parameters(), *module.buffers())}
+    mode, fakes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, Any]()
+    for tensor in (*module.parameters(), *module.buffers()):
+        fake: Tensor = mode.from_tensor(tensor.detach())
+        is_leaf = isinstance(tensor, nn.Parameter)
+        fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_leaf else fake
     shared = {id(value): value for value in (module._trainer, module._fabric) if value is not None}
     counter = FlopCounterMode(display=False)
     with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        fake = copy.deepcopy(module, {**fakes, **shared})
-        silence(fake)
+        copied = copy.deepcopy(module, {**fakes, **shared})
+        silence(copied)
         with counter:
-            takes_index = is_param_in_hook_signature(fake.training_step, "batch_idx", min_args=2)
+            takes_index = is_param_in_hook_signature(copied.training_step, "batch_idx", min_args=2)
             fake_batch = apply_to_collection(batch, Tensor, mode.from_tensor)
-            output = fake.training_step(fake_batch, *([0] if takes_index else []))
+            output = copied.training_step(fake_batch, *([0] if takes_index else []))
             loss: Any = output["loss"] if isinstance(output, dict) else output
             loss.backward()
     return counter.get_total_flops()
@@ -115,11 +113,6 @@ def silence(module: pl.LightningModule) -> None:
     vars(module).update(log=log_nothing, log_dict=log_nothing)
     for part in metrics_of(module):
         vars(part).update(forward=_zero, update=log_nothing)
-
-
-def _leaf(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    fake: Tensor = mode.from_tensor(tensor.detach())
-    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _zero(*_: Any, **__: Any) -> Tensor:

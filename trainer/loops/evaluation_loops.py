@@ -121,11 +121,7 @@ class PlannedLoop(_Loop):
         self._plan = EvaluationStep(self) if may_be_lean(self.trainer, vars(self)["_data_fetcher"]) else None
 
     def run_planned(self, plan: EvaluationStep, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-        """Run a step and, of a single loader, all others, without Lightning's loop around each.
-
-        Raises:
-            StopIteration: the loader has ended before it was known, as Lightning's loop expects.
-        """
+        """Run a step and, of a single loader, all others, without Lightning's loop around each."""
         loop, loader = cast("Any", self), plan.loader
         while True:
             plan.run(batch, batch_idx, dataloader_idx)
@@ -147,13 +143,9 @@ class ValidationStopped(SIGTERMException):
 
 
 class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
-    """Validation or test.
+    """Validation or test."""
 
-    Attributes:
-        random_of_training: the random states of the training around a validation, while it runs.
-    """
-
-    random_of_training: dict[str, Any] | None = None
+    random_of_training: dict[str, Any] | None = None  # the states of the training around a validation, while it runs
     _may_stop = False  # whether a signal may stop the present validation before its end
     _by_loader = False  # whether ranks exchange the outputs of several loaders, one after the other
     _to_store = 0  # the loader whose outputs are stored next
@@ -197,11 +189,7 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
                 self._may_stop = False
 
     def stop_if_asked(self, ended: bool = False) -> None:
-        """Stop within training after a batch if a signal asks for it; ranks agree, and meet where a validation ended.
-
-        Raises:
-            ValidationStopped: all ranks stop here.
-        """
+        """Stop after a batch of a fit's validation if a signal asks for it; ranks agree, and meet where it ended."""
         if not self._may_stop or (self.batch_progress.is_last_batch and not ended):
             return
         self._may_stop = not ended

@@ -1,9 +1,8 @@
 """Explain errors of torch that name neither the module nor what to change."""
 
 import re
-from typing import Any, cast
+from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from ...strategies.batch.structure import num_samples
@@ -33,34 +32,30 @@ _ADVICE = {
 """What torch says, and what to say in its place."""
 
 
-def explain(trainer: pl.Trainer, exc: RuntimeError | ValueError) -> None:
+def explain(trainer: Any, exc: RuntimeError | ValueError) -> None:
     """Say in an error of torch's what to change.
-
-    An out-of-memory error also gets the device, the chunk's size and the peak memory.
 
     Raises:
         DeviceOutOfMemory: instead of torch's or a library's error.
     """
     if isinstance(exc, RuntimeError) and is_out_of_memory(exc):
-        raise DeviceOutOfMemory(_out_of_memory(trainer, exc)) from exc
+        raise _out_of_memory(trainer, str(exc)) from exc
     for words, advice in _ADVICE.items():
         if words in str(exc):
             exc.args = (f"{advice} ({exc}).",)
 
 
-def _out_of_memory(trainer: pl.Trainer, exc: RuntimeError) -> str:
-    text = str(exc)
-    device, results = trainer.strategy.root_device, cast("Any", trainer._results)
-    count = None if results is None or results.batch is None else num_samples(results.batch)
+def _out_of_memory(trainer: Any, text: str) -> DeviceOutOfMemory:
+    device, batch = trainer.strategy.root_device, getattr(trainer._results, "batch", None)
+    count = None if batch is None else num_samples(batch)
     samples = "outside of a step" if count is None else f"{count} samples at once"
     if found := re.search(r"\bGPU (\d+)\b", text):
         device = torch.device((torch.accelerator.current_accelerator() or torch.device("cuda")).type, int(found[1]))
     if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
         samples, device = found[1], torch.device(found[2])
-    reached = "unknown"
-    if (peak := peak_memory_bytes(device)) is not None:
-        reached = f"{peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"
-    return (
+    peak = peak_memory_bytes(device)
+    reached = "unknown" if peak is None else f"{peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"
+    return DeviceOutOfMemory(
         f"Out of memory on {device}, rank {trainer.global_rank}, in step {trainer.global_step}: {samples}, peak "
         f"{reached}. Make data.batch_size smaller and trainer.accumulate_grad_batches larger by the same factor, "
         "set precision=bf16-mixed, or use more devices; strategy=balanced_dp gives the first device less. "

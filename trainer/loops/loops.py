@@ -1,8 +1,6 @@
-"""Extend Lightning's loops so that a common step costs as little as a hand-written one.
+"""Extend Lightning's loop over batches so that a common step costs as little as a hand-written one.
 
-Everything less common is left to Lightning's own code, called through `super()`: restarts, profilers,
-`dataloader_iter`, manual optimization, the validation loop around its steps, schedulers, the decisions when to validate
-and when to stop.
+Everything less common is left to Lightning's own code, called through `super()`.
 """
 
 from collections import OrderedDict

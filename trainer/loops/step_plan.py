@@ -110,13 +110,7 @@ _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_b
 
 
 class StepPlan:
-    """What a step calls: the loader, the move to the device, the hooks that are overridden, and the module's step.
-
-    Args:
-        fetcher: Lightning's, its iterator already created.
-        step_name: `training_step`, `validation_step`, `test_step` or `predict_step`.
-        hooks: names of the hooks that the loop calls in every step.
-    """
+    """What a step calls: the loader, the move to the device, the hooks that are overridden, and the module's step."""
 
     def __init__(self, trainer: Any, fetcher: _DataFetcher, step_name: str, hooks: Iterable[str]) -> None:
         self.trainer, self.strategy, self.module = trainer, trainer.strategy, trainer.lightning_module
@@ -178,11 +172,7 @@ class StepPlan:
         return output
 
     def call_as(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function so that `self.log` treats it as the hook `name`.
-
-        Raises:
-            RuntimeError: it has raised StopIteration, which the loop would take for the end of its loader.
-        """
+        """Call a function so that `self.log` treats it as the hook `name`."""
         before = self.state["_current_fx_name"]
         self.state["_current_fx_name"] = name
         try:
@@ -238,10 +228,7 @@ def _is_idle(callback: pl.Callback, name: str) -> bool:
 
 
 class OneLoader:
-    """Iterate over a single sized loader without Lightning's machinery for combined loaders.
-
-    The counters of Lightning's fetcher are kept up to date, so its own code can take over at any time.
-    """
+    """Iterate over a single sized loader without Lightning's machinery, whose counters are kept up to date."""
 
     def __init__(self, fetcher: _DataFetcher) -> None:
         self.fetcher = fetcher

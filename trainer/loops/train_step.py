@@ -92,10 +92,7 @@ class AccumulatingOptimization(_AutomaticOptimization):
     _reader: LossReader | None = None
 
     def begin_epoch(self) -> None:
-        """Refuse exact accumulation where the strategy has a rule of its own; one of Lightning's learns to read losses.
-
-        Callbacks may change `accumulate_grad_batches` between epochs.
-        """
+        """Refuse exact accumulation under a strategy with its own rule; have Lightning's strategies read losses."""
         strategy = self.trainer.strategy
         if not weighs_in_loop(self.trainer):
             return
@@ -123,13 +120,9 @@ class AccumulatingOptimization(_AutomaticOptimization):
     def read(
         self, output: Any, batch: Batch, batch_idx: int, copies: bool = True
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Read what `training_step` has returned for a micro-batch.
+        """What goes backward of a micro-batch, None where the module skips the step, and the outputs for hooks.
 
-        Args:
-            copies: whether the loss is reported as a copy: precision plugins and hooks may scale it in place.
-
-        Returns:
-            The loss that goes backward, or None where the module skips the step, and the outputs for hooks.
+        These have a copy of the loss where anyone reads it: precision plugins and hooks may scale it in place.
         """
         trainer, parts = self.trainer, self.trainer.accumulate_grad_batches
         exact = parts != 1 and weighs_in_loop(trainer)
@@ -207,7 +200,7 @@ class AccumulatingOptimization(_AutomaticOptimization):
 
 
 class TrainStep(StepPlan):
-    """The lean training step; choices that do not change from step to step are made once."""
+    """The lean training step."""
 
     def __init__(self, trainer: Any, fetcher: _DataFetcher, automatic: AccumulatingOptimization) -> None:
         self.automatic = automatic
@@ -259,12 +252,7 @@ class TrainStep(StepPlan):
         return self.is_lean and not self.automatic._skip_backward and torch.is_grad_enabled()
 
     def run(self, batch: Batch, batch_idx: int, stepping: bool) -> dict[str, Any]:
-        """Run a step on one micro-batch; only if it is `stepping`, the optimizer updates the parameters.
-
-        Returns:
-            The outputs for `on_train_batch_end`: the detached loss and everything else that `training_step` returned.
-            Empty if it returned None.
-        """
+        """Run a step on one micro-batch, after which the optimizer is `stepping` or not; returns outputs for hooks."""
         trainer, progress = self.trainer, self.automatic.optim_progress.optimizer.step
         if stepping:
             progress.increment_ready()

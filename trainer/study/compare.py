@@ -88,7 +88,7 @@ class Probe(pl.Callback):
         if summary and (self._num_batches == self._warmup or trainer.global_step >= trainer.max_steps):
             for device in filter(has_streams, process_devices(trainer.strategy)):
                 torch.accelerator.synchronize(device)
-            self._rate = summary.clock.read(1).get("samples_per_s", 0.0)
+            self._rate = summary.read(1).get("samples_per_s", 0.0)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
