@@ -1,5 +1,5 @@
 """Run Lightning's loops without the calls that have no effect.
 
-Exports: loops, evaluation_loops, step_plan, train_step, explained_errors.
+Exports: loops, evaluation_loops, step_plan, train_step.
 May import: checkpoint, logging.
 """

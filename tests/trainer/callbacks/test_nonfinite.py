@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.strategies import ConfigError, FSDPStrategy, SingleDeviceStrategy
 from evener.trainer.callbacks import DetectNonFinite, GradientNorm
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.loops.explained_errors import DeviceOutOfMemory
+from evener.trainer.trainer import DeviceOutOfMemory
 
 
 class Fragile(Tiny):
