@@ -29,17 +29,9 @@ from ..core import rng
 from ..core.errors import ConfigError
 from ..core.files import replacing, scratch_directory
 from ..core.module_checks import verify_shapes
+from . import processes
 from ._handback import known_objects, pack, reduce_method, unpack
-from .processes import (
-    ASK_TO_STOP,
-    RankProcesses,
-    StopRequests,
-    forking,
-    handle_no_more,
-    handled,
-    leave_terminal,
-    prepare_forked,
-)
+from .processes import RankProcesses, StopRequests
 from .store import RankError, hosted_store, leave_store
 
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
@@ -104,11 +96,11 @@ class ScriptLauncher(_Launcher):
         context: Any = multiprocessing.get_context(self._start_method)
         with scratch_directory() as folder, self._store() as variables:
             ranks = RankProcesses(POLL_S, END_S, self._timeout_s)
-            modes = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+            state = rng.random_state(), torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
             with forwarded_signals(ranks, min(self._timeout_s, STOP_S)) as requests:
-                with forking() if self._start_method == "fork" else shared_by_name():
+                with processes.forking() if self._start_method == "fork" else shared_by_name():
                     for rank in range(strategy.num_processes):
-                        args = (rank, folder, trainer, work, variables, rng.random_state(), modes)
+                        args = (rank, folder, trainer, work, {**variables, "LOCAL_RANK": str(rank)}, state)
                         process = context.Process(target=self._run_rank, args=args)
                         process.start()
                         ranks.processes.append(process)
@@ -141,20 +133,19 @@ class ScriptLauncher(_Launcher):
         """Signals are forwarded while the processes run."""
 
     def _run_rank(
-        self, rank: int, folder: Path, trainer: Any, work: partial[Any], variables: dict[str, str], random_state: Any,
-        modes: tuple[int, bool],
-    ) -> None:  # fmt: skip
+        self, rank: int, folder: Path, trainer: Any, work: partial[Any], variables: dict[str, str], state: Any
+    ) -> None:
         """Be one rank; rank 0 leaves its results in a folder, and one that fails what the script is to raise."""
-        handle_no_more()
+        processes.handle_no_more()
         try:
-            os.environ.update({**variables, "LOCAL_RANK": str(rank)})
+            os.environ.update(variables)
+            random_state, deterministic, torch.backends.cudnn.benchmark = state
+            torch.set_deterministic_debug_mode(deterministic)
             _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
-            prepare_forked()
+            processes.prepare_forked()
             rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
             torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
             rng.set_random_state(random_state)
-            torch.set_deterministic_debug_mode(modes[0])
-            torch.backends.cudnn.benchmark = modes[1]
             if self._start_method != "fork":
                 _disable_module_memory_sharing(trainer.lightning_module)
             known = known_objects(trainer, (work.args, work.keywords))
@@ -177,7 +168,7 @@ class ScriptLauncher(_Launcher):
 
 def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
-    signal.signal(signal.SIGHUP, lambda signum, frame: leave_terminal())
+    signal.signal(signal.SIGHUP, lambda signum, frame: processes.leave_terminal())
     try:
         return call._call_and_handle_interrupt(trainer, work)
     except SIGTERMException:
@@ -231,7 +222,7 @@ def forwarded_signals(ranks: RankProcesses, within_s: float) -> AbstractContextM
         ranks.end(signal.SIGTERM, within_s)
 
     own = {signum for signum in (signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(signum) != signal.SIG_DFL}
-    return handled(forward, {*ASK_TO_STOP} - own)  # a script's own handler of these is kept
+    return processes.handled(forward, {*processes.ASK_TO_STOP} - own)  # a script's own handler of these is kept
 
 
 def _stop(signum: int) -> BaseException:
