@@ -16,7 +16,7 @@ from .ranks.gradient_sync import GradientSync
 from .ranks.shard_sync import ShardSync
 from .ranks.strategy import RankStrategy
 from .sharding.parts import Shard, ShardOptions
-from .sharding.whole import ShardIO, Writers, gather_tree, place_shards, shard_entry, shard_like
+from .sharding.whole import gather_tree, place_shards, shard_entry, shard_like
 
 GivenWeights = Annotated[
     Sequence[float],
@@ -104,16 +104,10 @@ class FSDPStrategy(RankStrategy):
     def _place(self, trainer: pl.Trainer) -> None:
         self.sync.place(trainer)
 
-    @property
-    def _shard_io(self) -> ShardIO | None:
-        """What writes and reads checkpoints, if it can do so in shards."""
-        io: Any = self.checkpoint_io
-        return io if isinstance(io, ShardIO) else None
-
     def _whole(self, tree: Any) -> Any:
         """Whole tensors on rank 0, unless checkpoints are written in shards."""
-        io = self._shard_io
-        return tree if io is not None and io.sharded else gather_tree(tree, keep=self.is_global_zero)
+        cut = getattr(self.checkpoint_io, "sharded", False)
+        return tree if cut else gather_tree(tree, keep=self.is_global_zero)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -125,20 +119,17 @@ class FSDPStrategy(RankStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        io = self._shard_io
-        if io is None or not io.sharded:
-            # what is still sharded is of a callback, such as the weights of a moving average
-            checkpoint = gather_tree(checkpoint, keep=self.is_global_zero)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        writers = Writers(self.is_global_zero, self.broadcast, self.group.timeout_s)
-        io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, writers)
+        io: Any = self.checkpoint_io
+        if getattr(io, "sharded", False):
+            io.save_shards(place_shards(checkpoint, self.is_global_zero), filepath, self)
+        else:  # what is still sharded is of a callback, such as the weights of a moving average
+            super().save_checkpoint(self._whole(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if (io := self._shard_io) is None:
+        if (load := getattr(self.checkpoint_io, "load_shards", None)) is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        return io.load_shards(checkpoint_path, self.global_rank, self.num_together)
+        return load(checkpoint_path, self.global_rank, self.num_together)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

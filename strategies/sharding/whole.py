@@ -1,6 +1,5 @@
 """Put sharded tensors together on rank 0, cut whole tensors into shards, and give shards their places in a file."""
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,33 +178,3 @@ def place_shards(checkpoint: Mapping[str, Any], is_first: bool) -> Placed:
 
     placed.state = map_tensors(checkpoint, place)
     return placed
-
-
-@dataclass(frozen=True)
-class Writers:
-    """The ranks that write a checkpoint together.
-
-    Args:
-        is_first: whether this is rank 0, which writes all that is not sharded, at last.
-        broadcast: gives a value of rank 0 to all.
-        timeout_s: seconds that rank 0 waits for the others.
-    """
-
-    is_first: bool
-    broadcast: Callable[[str], str]
-    timeout_s: float
-
-
-class ShardIO(ABC):
-    """A checkpoint plugin that can write and read checkpoints in shards."""
-
-    sharded = False
-    """Whether it writes them in shards, where the strategy has them."""
-
-    @abstractmethod
-    def save_shards(self, placed: Placed, path: Any, writers: Writers) -> None:
-        """Write a checkpoint; every rank must call it."""
-
-    @abstractmethod
-    def load_shards(self, path: Any, reader: int, num_readers: int) -> dict[str, Any]:
-        """Read a checkpoint whose sharded tensors stay in their file until they are used; each reader verifies some."""

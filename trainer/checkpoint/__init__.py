@@ -5,8 +5,7 @@ clean_points.
 May import: logging, loggers.
 """
 
-from ._callback import Checkpoint, distinguish
-from ._interval import RunTimer
+from ._callback import Checkpoint, RunTimer, distinguish
 from ._loader_state import Resumable, make_resumable, next_of
 
 __all__ = ["Checkpoint", "Resumable", "RunTimer", "distinguish", "make_resumable", "next_of"]

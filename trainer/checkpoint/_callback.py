@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from pytorch_lightning.utilities.types import STEP_OUTPUT
@@ -24,7 +25,7 @@ from ...strategies.core.errors import ConfigError
 from ...strategies.core.module_checks import has_nan
 from ...strategies.core.options import Count, NotNegative, checked
 from ...strategies.core.patching import replaced
-from ._interval import Interval
+from ...strategies.registry import processes_of
 from .checkpoint_io import VerifiedCheckpointIO
 from .file_io import remove_leftovers
 from .snapshots import MemorySnapshots
@@ -68,17 +69,14 @@ class Checkpoint(ModelCheckpoint):
 
     CHECKPOINT_EQUALS_CHAR = "_"
 
-    best_epoch: int | None = None
-    """The epoch of the best checkpoint, from 0."""
-    due = False
-    """Whether a checkpoint must be written at the next clean point."""
-    snapshots: MemorySnapshots | None = None
-    """Takes snapshots in memory; None if none are taken."""
+    best_epoch: int | None = None  # of the best checkpoint, from 0
+    due = False  # whether a checkpoint must be written at the next clean point
+    snapshots: MemorySnapshots | None = None  # takes those in memory, if any are taken
     _best_due = _validated = _told_of_nan = False
-    _score_step = -1
-    """The step of the last validation that logged the monitored metric; -1 if none has."""
+    _score_step = -1  # of the last validation that logged the monitored metric
     _last_batch_saved = -1
     _score_before: Tensor | None = None
+    _interval: "Interval | None" = None
     _io: VerifiedCheckpointIO | None = None
     _saved_now = ""
 
@@ -125,7 +123,6 @@ class Checkpoint(ModelCheckpoint):
         )
         self._background = background
         self._sharded = sharded
-        self._interval = None if interval_s is None else Interval(interval_s)
         self._snapshot_every_n_steps = snapshot_every_n_steps
 
     # When to save
@@ -138,6 +135,8 @@ class Checkpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
+        if self._train_time_interval is not None:
+            self._interval = Interval(self._train_time_interval.total_seconds())
         given, every = trainer.strategy.checkpoint_io, self._snapshot_every_n_steps
         is_ours = type(given) in (TorchCheckpointIO, VerifiedCheckpointIO)
         if self._sharded and not (is_ours and isinstance(trainer.strategy, FSDPStrategy)):
@@ -159,17 +158,10 @@ class Checkpoint(ModelCheckpoint):
             remove_leftovers(Path(self.dirpath))
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._interval is not None:
-            self._interval.start()
-
-    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if self.snapshots is not None:
-            self.snapshots.mark(trainer)
         by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
         ends = self.save_last and step == trainer.max_steps  # possibly within an epoch
         by_time = self._interval is not None and self._interval.is_over(trainer)
@@ -236,7 +228,7 @@ class Checkpoint(ModelCheckpoint):
         """
         self.due = False
         if self.snapshots is not None:
-            self.snapshots.due = False
+            self.snapshots.last_step = trainer.global_step
         self._last_batch_saved = trainer.fit_loop.epoch_loop.total_batch_idx
         candidates = self._monitor_candidates(trainer)
         candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
@@ -282,12 +274,6 @@ class Checkpoint(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
         self._saved_now = filepath
 
-    @override
-    def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        assert self.dirpath is not None
-        own = Path(previous).absolute().parent == Path(self.dirpath).absolute()
-        return own and super()._should_remove_checkpoint(trainer, previous, current)
-
     # Names and scores
 
     @property
@@ -324,3 +310,60 @@ def distinguish(callbacks: Iterable[object]) -> None:
             if callback.state_key in keys:
                 callback._key_triggers = callback._triggers
             keys.add(callback.state_key)
+
+
+class Interval:
+    """A time interval by rank 0's clock, broadcast after half of the batches that the rest is estimated to take."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.start()
+
+    def start(self) -> None:
+        """Restart the interval."""
+        self._since, self._num_batches, self._ask_at = time.monotonic(), 0, 1
+
+    def is_over(self, trainer: pl.Trainer) -> bool:
+        """Count a batch; if the interval is over, restart it. All ranks get the same answer."""
+        self._num_batches += 1
+        if processes_of(trainer.strategy) > 1 and self._num_batches < self._ask_at:
+            return False
+        elapsed_s = trainer.strategy.broadcast(time.monotonic() - self._since)
+        if elapsed_s >= self.seconds:
+            self.start()
+            return True
+        rest = (self.seconds - elapsed_s) / max(elapsed_s, 1e-9) * self._num_batches
+        self._ask_at = self._num_batches + max(1, int(min(rest / 2, 1e9)))
+        return False
+
+
+class RunTimer(Timer):
+    """Lightning's timer of `max_time`, which counts the time of this run alone, and asks rank 0 at a few batches.
+
+    Lightning's adds that of the runs before: one that was stopped by it and goes on with the same `max_time` would stop
+    again at once.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        super().__init__()
+        self._duration = timer._duration
+        self._rest = Interval(self._duration or 0.0)
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return Timer.__qualname__
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: the state is the time of earlier runs."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._rest.start()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.should_stop and self._rest.is_over(trainer):
+            self._check_time_remaining(trainer)

@@ -33,9 +33,7 @@ from ...strategies.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KINDS = "evener_hparams"
-"""The key of a checkpoint with the kinds of its hyperparameters, by their entry: path, kind, what else is needed."""
-EXACT = "exact_resume"
-"""The key of the state that Lightning's checkpoints do not contain, of which no hook learns."""
+EXACT = "exact_resume"  # the key of the state that Lightning's checkpoints do not contain, of which no hook learns
 _Path = tuple[Any, ...]
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
 _BASES: tuple[Any, ...] = (int, float, str, bytes)

@@ -22,7 +22,7 @@ from itertools import chain, islice
 from multiprocessing import forkserver
 from multiprocessing.queues import Queue
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_fabric.utilities.data import sized_len
@@ -43,11 +43,6 @@ _NEXT = _BaseDataLoaderIter.__next__
 _POSITION = {"position", "seed", "start", "generators"}
 
 
-def begun_anew(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states of loaders at the end of an epoch, without the position of those that have ours."""
-    return [{**own, "position": 0, "start": None} if own.keys() >= _POSITION else own for own in states]
-
-
 def make_resumable(loader: Any, rank: int) -> Any:
     """Wrap a loader, so that it tracks its position; it is not changed itself.
 
@@ -60,11 +55,16 @@ def make_resumable(loader: Any, rank: int) -> Any:
         # if all ranks read the same stream, as one device does, its workers have the same seeds, too
         if isinstance(loader.loader, DataLoader):
             loader.loader = make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
-        return Resumable(loader)
+        return Resumable(loader, rank)
     if hasattr(loader, "state_dict"):
         ends_unknown = isinstance(loader, DataLoader) and sized_len(loader) is None
         return ReadAhead(loader) if ends_unknown and not isinstance(loader, ReadAhead) else loader
-    return ResumableLoader(loader, rank) if isinstance(loader, DataLoader) else Resumable(loader)
+    return Resumable(loader, rank)
+
+
+def begun_anew(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of loaders at the end of an epoch, without the position of those that have ours."""
+    return [{**own, "position": 0, "start": None} if own.keys() >= _POSITION else own for own in states]
 
 
 def stateful(combined: CombinedLoader) -> list[Any]:
@@ -88,7 +88,7 @@ def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
                 "read its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "
                 "checkpoint that was saved after an epoch."
             )
-        num_batches = sized_len(loader) if isinstance(loader, ResumableLoader) else None
+        num_batches = sized_len(loader) if isinstance(loader, Resumable) and loader.skips else None
         if num_batches is not None and state["position"] > num_batches:
             raise CheckpointError(
                 f"The checkpoint was saved after batch {state['position']} of an epoch, and the training loader has "
@@ -122,35 +122,51 @@ def _same(loader: Any) -> Any:
 class ReadAhead(_Around):
     """A loader with a state of its own whose end is unknown, so that a batch more is read than is trained on."""
 
-    before: Any = None
-    """The state before the last batch was read."""
+    before: Any = None  # the state, before the last batch was read
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.loader)
-        while True:
-            self.before = copy.deepcopy(self.loader.state_dict())
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        self.before = copy.deepcopy(self.loader.state_dict())
+        for batch in batches:
             yield batch
+            self.before = copy.deepcopy(self.loader.state_dict())
 
 
 class Resumable(_Around):
-    """An iterable with a position: batches already taken are read again, with the same random numbers."""
+    """An iterable with a position.
 
-    rank = 0
+    Of a DataLoader a copy is read, with a sampler that starts there. Of others, and of an `IterableDataset`, batches
+    already taken are read again, with the same random numbers.
+    """
+
     _seed = _position = 0
-    _start: dict[str, Any] | None = None
-    """The random states with which the order of this epoch was drawn; None until it is."""
-    _pending: dict[str, Any] | None = None
-    """The state with which the next iteration starts."""
+    _start: dict[str, Any] | None = None  # the random states with which this epoch's order was drawn, once it is
+    _pending: dict[str, Any] | None = None  # the state with which the next iteration starts
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        super().__init__(loader)
+        self.rank = rank
+        self._is_loader = isinstance(loader, DataLoader)
+        self.skips = self._is_loader and not isinstance(loader.dataset, IterableDataset)
+        self._read: Any = copy.copy(loader) if self._is_loader else loader
+        if self._is_loader:
+            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+            # DataLoader refuses such an assignment on a loader in use; this one is new
+            vars(self._read).update({"_iterator": None, name: _Indices(self, getattr(loader, name))})
+            if loader.num_workers:
+                self._read._get_iterator = partial(start_workers, self._read, self._read._get_iterator)
+
+    @property
+    def _iterator(self) -> Any:
+        return self._read._iterator
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self._read._iterator = iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the current epoch: batches taken, the random state of its order, and its own generators.
-
-        That of a stream is one from which a `ResumableLoader` goes on, on one device.
-        """
+        """The position in the current epoch: batches taken, the random state of its order, and its own generators."""
+        # that of a stream is one from which its DataLoader goes on, on one device
         inner: Any = self.loader.loader if isinstance(self.loader, Stream) else None
         seed = inner._seed if isinstance(inner, Resumable) else self._seed
         states = [generator.get_state() for generator in self._generators()]
@@ -165,18 +181,27 @@ class Resumable(_Around):
         for generator, state in zip(self._generators(), state_dict["generators"], strict=False):
             generator.set_state(state)
 
+    def _generators(self) -> list[Generator]:
+        if not self._is_loader:
+            return []
+        units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
+        own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
+        return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
+
     def __iter__(self) -> Iterator[Any]:
         resumed, self._pending = self._pending, None
         self._position, self._start = (0, None) if resumed is None else (resumed["position"], resumed["start"])
-        return self._counted(self._batches(resumed))
+        if self._is_loader:
+            self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
+            if self.persistent_workers and self._iterator is not None:
+                self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
+        batches = iter(self._read) if self.skips else self._begin(lambda: iter(self._read), self._read_again)
+        return self._counted(batches)
 
-    def _batches(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        return self.begin(lambda: iter(self.loader), self._read_again)
-
-    def _generators(self) -> list[Generator]:
-        return []
-
-    def begin(self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]) -> Iterator[Any]:
+    def _begin(
+        self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]
+    ) -> Iterator[Any]:
         """Begin to read; of an epoch that was begun before what is left, in the same order."""
         if self._start is None:
             states = [generator.get_state() for generator in self._generators()]
@@ -203,43 +228,6 @@ class Resumable(_Around):
             self._position += 1
             yield batch
 
-
-class ResumableLoader(Resumable):
-    """A DataLoader with a position; a copy of it is read, with a sampler that starts there."""
-
-    def __init__(self, loader: DataLoader[Any], rank: int) -> None:
-        super().__init__(loader)
-        self.rank = rank
-        self._copy: Any = copy.copy(loader)
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        # DataLoader refuses such an assignment on a loader in use; this one is new
-        vars(self._copy).update({"_iterator": None, name: _Indices(self, getattr(loader, name))})
-        if loader.num_workers:
-            self._copy._get_iterator = partial(start_workers, self._copy, self._copy._get_iterator)
-
-    @property
-    def _iterator(self) -> Any:
-        return self._copy._iterator
-
-    @_iterator.setter
-    def _iterator(self, iterator: Any) -> None:
-        self._copy._iterator = iterator
-
-    @override
-    def _batches(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
-        if self.persistent_workers and self._iterator is not None:
-            self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
-        is_stream = isinstance(self.dataset, IterableDataset)
-        return self.begin(self._copy.__iter__, self._read_again) if is_stream else iter(self._copy)
-
-    @override
-    def _generators(self) -> list[Generator]:
-        units = getattr(self.batch_sampler, "units", None)  # the sampler that a rank's batches are cut from
-        own = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        found = (getattr(owner, "generator", None) for owner in (*own, units, getattr(units, "sampler", None)))
-        return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
-
     def _agreed_seed(self) -> int:
         """The seed that torch's iterator will draw for this epoch, the same on all ranks that share the loader."""
         batches: RankBatches | None = getattr(self, "rank_batches", None)
@@ -252,33 +240,34 @@ class ResumableLoader(Resumable):
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
 
+    def units(self, sampler: Any) -> Iterator[Any]:
+        """Yield what is left of a sampler's indices; those for workers seed them."""
 
-class _Indices(_Around):
+        def skip(units: Iterator[Any]) -> Iterator[Any]:
+            # Take one more, so that a sampler which draws its order at the first index has done so.
+            head = list(islice(units, self._position, self._position + 1))
+            _drop_shares(sampler, self._position)
+            return chain(head, units)
+
+        placed = sampler.placed if isinstance(sampler, RankBatches) else partial(_placed, sampler)
+        # with the places of their first samples, or of a stream their own
+        for place, indices in self._begin(placed, skip) if self.skips else enumerate(sampler):
+            if not self.num_workers:
+                yield indices
+            elif self.skips:
+                yield _Sent((self._seed, place), indices, type(indices) is list)
+            else:
+                yield _Sent((self._seed, self.rank, place), indices, False)
+
+
+class _Indices:
     """A loader's index sampler, started at the loader's position."""
 
-    def __init__(self, owner: ResumableLoader, base: Any) -> None:
-        super().__init__(base)
-        self._owner = owner
+    def __init__(self, owner: Resumable, sampler: Any) -> None:
+        self._owner, self._sampler = owner, sampler
 
     def __iter__(self) -> Iterator[Any]:
-        owner, base = self._owner, self.loader
-        if is_stream := isinstance(owner.dataset, IterableDataset):
-            units: Iterator[tuple[int, Any]] = enumerate(base)
-        else:
-            units = owner.begin(base.placed if isinstance(base, RankBatches) else partial(_placed, base), self._skip)
-        for place, indices in units:  # with the places of their first samples, or of a stream their own
-            if not owner.num_workers:
-                yield indices
-            elif is_stream:
-                yield _Sent((owner._seed, owner.rank, place), indices, False)
-            else:
-                yield _Sent((owner._seed, place), indices, type(indices) is list)
-
-    def _skip(self, units: Iterator[Any]) -> Iterator[Any]:
-        # Take one more, so that a sampler which draws its order at the first index has done so.
-        head = list(islice(units, self._owner._position, self._owner._position + 1))
-        _drop_shares(self.loader, self._owner._position)
-        return chain(head, units)
+        return self._owner.units(self._sampler)
 
 
 def _drop_shares(source: Any, num: int) -> None:
@@ -297,10 +286,8 @@ def _placed(units: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def next_of(iterator: Any) -> Callable[[], Any]:
-    """What does what `next(iterator)` does, without the record that a DataLoader's makes for torch's profiler.
-
-    Not if `__next__` is patched, a profiler runs, or torch counts what a dataset without a length yields.
-    """
+    """What does what `next(iterator)` does, without the record that a DataLoader's makes for torch's profiler."""
+    # not if `__next__` is patched, a profiler runs, or torch counts what a dataset without a length yields
     recorded: Callable[[], Any] = iterator.__next__
     if type(iterator).__next__ is not _NEXT or iterator._dataset_kind == _DatasetKind.Iterable:
         return recorded
@@ -349,11 +336,9 @@ def _watch_until_end_of(_: int) -> None:
 
 
 def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> None:
-    """Begin in a data worker, which the rank's main thread may have started: outlive signals, but not the rank.
-
-    SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
-    its rank along before that has saved. torch's own watchdog looks for the rank between two batches only.
-    """
+    """Begin in a data worker, which the rank's main thread may have started: outlive signals, but not the rank."""
+    # SLURM, systemd and terminals send their signals to all processes of a run. A worker that ended at once would take
+    # its rank along before that has saved. torch's own watchdog looks for the rank between two batches only.
     for signum in ASK_TO_STOP:
         # a function, not SIG_IGN, which programs that the dataset starts would inherit
         signal.signal(signum, lambda number, frame: None)
@@ -366,34 +351,36 @@ def _begin(by_main_thread: bool, collects: bool, then: Any, worker_id: int) -> N
         then(worker_id)
 
 
-class _Sent:
+class _Sent(NamedTuple):
     """Indices sent to a worker: unpickling them seeds the worker for the batch, or for each of its samples."""
 
-    def __init__(self, entropy: tuple[int, ...], indices: Any, each: bool) -> None:
-        self._arrives = entropy, indices, each
+    entropy: tuple[int, ...]
+    indices: Any
+    each: bool
 
     @override
     def __reduce__(self) -> Any:
-        return _arrive, self._arrives
+        return _arrive, tuple(self)
 
 
 def _arrive(entropy: tuple[int, ...], indices: Any, each: bool) -> Any:
     rng.seed_all(*entropy)
     feeder: Any = Queue
     feeder._on_queue_feeder_error = staticmethod(_end)  # in this worker, before its first put
-    return _SeededList(entropy, indices) if each else indices
+    if each:
+        indices = _SeededList(indices)
+        indices.entropy = entropy
+    return indices
 
 
 class _SeededList(list[Any]):
     """A batch's indices, before each of which the random streams are seeded for its sample."""
 
-    def __init__(self, entropy: tuple[int, ...], indices: list[Any]) -> None:
-        super().__init__(indices)
-        self._entropy = entropy
+    entropy: tuple[int, ...]
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        seed, first = self._entropy
+        seed, first = self.entropy
         for place, index in enumerate(super().__iter__(), first):
             rng.seed_sample(seed, place)
             yield index

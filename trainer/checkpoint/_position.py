@@ -36,12 +36,9 @@ from ..logging.series import on_other_ranks
 from ._loader_state import ReadAhead, Resumable, stateful
 from .file_io import CheckpointError
 
-FORMAT = 1
-"""The form of a checkpoint's entry that resumes exactly; files without a number are older than it."""
-
+FORMAT = 1  # of a checkpoint's entry that resumes exactly; files without a number are older than it
 State: TypeAlias = dict[str, Any]
 Place: TypeAlias = Literal["between_batches", "before_validation", "after_epoch"]
-"""Where between two batches, or after an epoch with all its hooks, a run is saved."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@
 | points logged | the first rank cuts the files back to where they ended before the section; others come again |
 """
 
-import copyreg
-import io
 import pickle
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -32,6 +31,7 @@ from ...strategies.core.patching import Kept, replaced
 from ...strategies.data.loaders import source_of
 from ...strategies.distributed.store import RankError
 from ...strategies.distributed.survivors import Survivor
+from ...strategies.sharding.whole import map_tensors
 from ..loggers import journal
 from ..logging.exchange import end_step
 from . import _position
@@ -43,17 +43,13 @@ _FEW = 64
 
 
 class Sections:
-    """The sections of one run of the fit loop.
-
-    Attributes:
-        reads: whether the loop is within an epoch, of which batches are left.
-        ends: whether the section that is open ends with the work in process.
-    """
+    """The sections of one run of the fit loop."""
 
     def __init__(self, trainer: Any, survivor: Survivor) -> None:
         self._trainer, self._survivor = trainer, survivor
-        self._is_armed = self._is_open = self.ends = False
-        self.reads = True
+        self._is_armed = self._is_open = False
+        self.ends = False  # whether the section that is open ends with the work in process
+        self.reads = True  # whether the loop is within an epoch, of which batches are left
         self._works: list[Callable[[], Any]] = []
         self._num_counted = 0
         self._before = _Before(trainer)
@@ -61,7 +57,7 @@ class Sections:
 
     @classmethod
     def of(cls, trainer: Any, survivor: Survivor) -> "Sections | None":
-        """Make the sections of a run; None if its ranks can't go on without others all the same."""
+        """Those of a run; None if its ranks can't go on without others all the same."""
         why = {
             "steps see whole batches (strategy.global_view)": trainer.strategy.sync.evaluates_together,
             "optimization is manual": not trainer.lightning_module.automatic_optimization,
@@ -141,11 +137,9 @@ class Sections:
         self._works.clear()
 
     def _record(self, ends: dict[str, int]) -> bytes:
-        record = io.BytesIO()
-        pickler = pickle.Pickler(record, pickle.HIGHEST_PROTOCOL)
-        pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
-        pickler.dump((rng.random_state(), _position.capture_own(self._trainer), ends))
-        return record.getvalue()
+        # torch's pickles take a hundred times as long
+        own = map_tensors({"random": rng.capture(), **_position.capture_own(self._trainer)}, _as_array)
+        return pickle.dumps((own, ends), pickle.HIGHEST_PROTOCOL)
 
     def _go_on(self) -> None:
         while True:
@@ -168,28 +162,29 @@ class Sections:
             one.quick.clear()
             for key in [key for key, series in one.items() if series.is_tensor]:  # of a validation none count yet
                 del one[key]
-        left = [pickle.loads(one) for one in new.records]
-        states: list[Any] = [{**own, "gradients": None, "random": rng.capture(state=random)} for random, own, _ in left]
+        left = [apply_to_collection(pickle.loads(one), np.ndarray, torch.from_numpy) for one in new.records]
+        states: list[Any] = [{**own, "gradients": None} for own, _ in left]
         state = _position.state_for(states, new.rank, num, trainer.lightning_module)
         self._share_loaders(new.rank, num, state["loaders"])
         _position.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero:
-            journal.go_on(trainer.loggers, left[0][2])
-            for take_over in () if self._is_first else self._take_over():
-                take_over()
+            journal.go_on(trainer.loggers, left[0][1])
+            if not self._is_first:
+                self._take_over()
         survivor.ready(self._record(journal.ends(trainer)))
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
         )
 
-    def _take_over(self) -> list[Callable[[], None]]:
-        """What this process does as the first rank, in the place of one that has died."""
+    def _take_over(self) -> None:
+        """Be the first rank, in the place of one that has died."""
         self._is_first = True
         for logger in self._trainer.loggers:
             if not isinstance(logger, journal.KEPT):
                 raise RankError(f"{type(logger).__name__} can't be continued by another process.")
-        return self._survivor.when_first
+        for take_over in self._survivor.when_first:
+            take_over()
 
     def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
         """Read what is left of the epoch in other parts."""
@@ -213,17 +208,11 @@ class Sections:
         Thread(target=lambda: [one.close() for one in before], name="evener-readers", daemon=True).start()
 
 
-def _reduced(one: Tensor) -> Any:
-    """As torch, in a hundredth of the time, where numpy has such tensors."""
+def _as_array(one: Tensor) -> Any:
     try:
-        values = one.detach().numpy()
-        return _tensor, (values.tobytes(), values.dtype.str, values.shape)
-    except (RuntimeError, TypeError):
-        return one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def _tensor(values: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.ndarray(shape, dtype, bytearray(values)))
+        return one.detach().numpy()
+    except (RuntimeError, TypeError):  # numpy has no such tensors
+        return one
 
 
 class _Before:
@@ -273,7 +262,6 @@ class _Before:
 
 
 def _counters(value: Any) -> list[Any]:
-    """A counter of a loop, and those in it."""
     if not isinstance(value, _BaseProgress) and not is_dataclass(value):
         return []
     return [value, *(one for part in vars(value).values() for one in _counters(part))]

@@ -3,7 +3,7 @@
 URLs (`s3://…`, `memory://…`) are left to Lightning, whose files nobody verifies. Ranks together write two files:
 
     last.ckpt   the state, with tensors replaced by file offsets, the name of the file and its checksums
-    shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …; a mark per rank, with a checksum
+    shards-…    tensor 0: rows of rank 0, rows of rank 1, …; tensor 1: …
 
 The first is written when the other is complete, and appears whole or not at all; the file that a checkpoint names is
 never written to. So a checkpoint that exists is complete, whichever process is killed when. torch's own format for it
@@ -12,12 +12,10 @@ never written to. So a checkpoint that exists is complete, whichever process is 
 
 import os
 import socket
-import struct
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,32 +25,26 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.types import _PATH
 from torch import Tensor
+from torch.distributed import Store
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...strategies.core.devices import flat_bytes, has_streams
-from ...strategies.distributed.store import RankError
-from ...strategies.sharding.whole import Placed, ShardIO, Writers, map_tensors
+from ...strategies.distributed.store import RankError, wait_for
+from ...strategies.sharding.whole import Placed, map_tensors
 from ._hparams import to_plain
 from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, releasing, write
 
+# entries of which a rank keeps its shards only, or copies to its own
 _WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
-"""Entries of which a rank keeps its shards only, or copies to its own."""
-_MARK = struct.Struct("<I8s")
-_WRITTEN, _FAILED = b"written.", b"failed.."
-_POLL_S = 0.02
 
 
-class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
-    """Lightning's checkpoint plugin for these files, optionally writing in the background.
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoint plugin for these files, which writes in the background, or in shards, where asked to.
 
     In the background a save copies the state (device to host), passes it to one thread and returns. Saves, links and
     removals keep their order, a save waits for the previous one, and `teardown` waits for all, so that memory holds
     at most one copy and the last file is never lost.
-
-    Args:
-        background: write in a thread while training continues.
-        sharded: write in shards, where the strategy has them.
     """
 
     def __init__(self, background: bool = False, sharded: bool = False) -> None:
@@ -64,27 +56,17 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write a checkpoint; see `write`.
-
-        Raises:
-            CheckpointError: it, or in the background the previous one, could not be written.
-            TypeError: `storage_options` are given, which Lightning's own plugin does not accept either.
-        """
-        if storage_options is not None:
-            raise TypeError("storage_options are not supported. Use a CheckpointIO plugin that supports them.")
+        """Write a checkpoint, and have `CheckpointError` raised where it, or the one before, could not be written."""
         self.wait()
         plain = to_plain(checkpoint)
         copied = plain if self._memory is None else self._memory.take(plain)
-        save = super().save_checkpoint if _is_address(path) else write
-        self._submit(path, partial(save, copied, str(path)))
+        if _is_address(path) or storage_options is not None:  # which Lightning's refuses
+            self._submit(path, partial(super().save_checkpoint, copied, path, storage_options))
+        else:
+            self._submit(path, partial(write, copied, str(path)))
 
-    @override
-    def save_shards(self, placed: Placed, path: _PATH, writers: Writers) -> None:
-        """Write a checkpoint in shards.
-
-        Raises:
-            CheckpointError: it, or in the background the previous one, could not be written; the path is an address.
-        """
+    def save_shards(self, placed: Placed, path: _PATH, strategy: Any) -> None:
+        """Write a checkpoint in shards; every rank must call it."""
         if _is_address(path):
             raise CheckpointError(
                 f"checkpoint.sharded=true can't write to {path}: the ranks write to one file, which needs a "
@@ -92,35 +74,39 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
             )
         self.wait()  # before the name is told, so that one checkpoint at a time is written
         # a name that no other file has, and that tells which process of which machine leads its writing
-        name = writers.broadcast(f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}")
-        rest, parts = to_plain(placed.state) if writers.is_first else {}, placed.parts
+        name = strategy.broadcast(f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{time.time_ns()}")
+        rest, parts = to_plain(placed.state) if strategy.is_global_zero else {}, placed.parts
         if self._memory is not None:
             rest, parts = self._memory.take((rest, parts))
+        store, keys = strategy.group._store, [f"{name}/{writer}" for writer in range(placed.num_writers)]
 
         def work() -> None:
             file = Path(path).with_name(name)
             try:
-                _write_rows(file, placed, parts)
-                if writers.is_first:
+                checksum = _write_rows(file, placed, parts)
+                if placed.writer is not None:
+                    store.set(keys[placed.writer], str(checksum))
+                if strategy.is_global_zero:
                     entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in placed.entries]
-                    digests = _checksums(file, placed, writers.timeout_s)
+                    digests = _checksums(store, keys, strategy.group.timeout_s)
                     shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": digests}
                     write({**rest, FILE: name, SHARDS: shards}, path)
             except OSError:
-                if writers.is_first:
+                if strategy.is_global_zero:
                     file.unlink(missing_ok=True)
+                elif placed.writer is not None:
+                    store.set(keys[placed.writer], "")  # the first rank learns of it
                 raise
 
         self._submit(path, work)
 
-    @override
     def load_shards(self, path: _PATH, reader: int, num_readers: int) -> dict[str, Any]:
         """Read a checkpoint; tensors of weights and optimizers that were written in shards stay in their file."""
         self.wait()
         return self.load_checkpoint(path) if _is_address(path) else read(path, _WEIGHTS, reader, num_readers)
 
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
-        """Give the most recent checkpoint a second name; see `link`."""
+        """Give the most recent checkpoint a second name."""
         copy = get_filesystem(path).copy if _is_address(path) else link
         self._submit(path, partial(copy, str(source), str(path)))
 
@@ -138,10 +124,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO, ShardIO):
     def load_checkpoint(
         self, path: _PATH, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint to the CPU; see `read`. The strategy moves it to the devices.
-
-        `weights_only=False` has no effect: a file that needs it is refused.
-        """
+        """Read a checkpoint to the CPU; a file that needs `weights_only=False` is refused."""
         self.wait()
         return super().load_checkpoint(path, weights_only=True) if _is_address(path) else read(path)
 
@@ -185,58 +168,35 @@ def _is_address(path: _PATH) -> bool:
     return "://" in str(path)
 
 
-def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> None:
-    """Write this rank's rows, and its mark when they are on the disk; rank 0 learns of a failure."""
-    writer = placed.writer
-    if writer is None:
-        return
+def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> int:
+    """Write this rank's rows to the disk, and return their checksum."""
+    checksum = 0
+    if placed.writer is None:
+        return checksum
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
-
-        def mark(content: bytes) -> None:
-            file.seek(placed.num_bytes + writer * _MARK.size)
-            file.write(content)
-            os.fsync(file.fileno())
-
-        try:
-            file.truncate(placed.num_bytes + placed.num_writers * _MARK.size)
-            mark(bytes(_MARK.size))  # takes its space, lest the disk be full for it later
-            checksum = 0
-            for entry, part in zip(placed.entries, parts, strict=True):
-                if part is not None:
-                    values: Any = flat_bytes(part.cpu().contiguous()).numpy()
-                    checksum = zlib.crc32(data := memoryview(values), checksum)
-                    file.seek(entry.part(writer if entry.num_parts > 1 else 0)[0])
-                    while data:  # the system may write less than it is given
-                        data = data[file.write(data) :]
-            os.fsync(file.fileno())
-            mark(_MARK.pack(checksum, _WRITTEN))
-        except OSError:
-            with suppress(OSError):
-                mark(_MARK.pack(0, _FAILED))
-            raise
+        file.truncate(placed.num_bytes)
+        for entry, part in zip(placed.entries, parts, strict=True):
+            if part is not None:
+                values: Any = flat_bytes(part.cpu().contiguous()).numpy()
+                checksum = zlib.crc32(data := memoryview(values), checksum)
+                file.seek(entry.part(placed.writer if entry.num_parts > 1 else 0)[0])
+                while data:  # the system may write less than it is given
+                    data = data[file.write(data) :]
+        os.fsync(file.fileno())
+    return checksum
 
 
-def _checksums(path: Path, placed: Placed, timeout_s: float) -> list[int]:
-    """Wait until all ranks have written their rows, and return their checksums.
-
-    Raises:
-        OSError: a rank could not write.
-        RankError: a rank has not answered.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with open(path, "rb") as file:  # opened anew: other machines' writes show then
-            file.seek(placed.num_bytes)
-            marks = list(_MARK.iter_unpack(file.read(placed.num_writers * _MARK.size)))
-        missing = [rank for rank, (_, mark) in enumerate(marks) if mark != _WRITTEN]
-        if not missing:
-            return [checksum for checksum, _ in marks]
-        if failed := [rank for rank in missing if marks[rank][1] == _FAILED]:
-            raise OSError(f"the shards could not be written by rank {failed[0]}")
-        if time.monotonic() > deadline:
-            raise RankError(f"rank {missing[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
-        time.sleep(_POLL_S)
+def _checksums(store: Store, keys: list[str], timeout_s: float) -> list[int]:
+    """Wait until all ranks have written their rows, and return their checksums."""
+    wait_for(store, keys, timeout_s)
+    for rank, key in enumerate(keys):
+        if not store.check([key]):
+            raise RankError(f"rank {rank} has not written its shards of a checkpoint within {timeout_s:g} s")
+    found = [store.get(key) for key in keys]
+    if b"" in found:
+        raise OSError(f"the shards could not be written by rank {found.index(b'')}")
+    return list(map(int, found))
 
 
 class HostMemory:

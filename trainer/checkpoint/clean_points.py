@@ -79,24 +79,16 @@ class ExactCheckpoints(_CheckpointConnector):
 class ResumingFitLoop(_FitLoop):
     """Loop over epochs that saves and resumes at clean points."""
 
-    _point: Place | None = None
-    """The clean point of the checkpoint being written."""
-    resumed = Position()
-    """The point at which this run goes on, until it has."""
-    end: dict[str, Any] | None = None
-    """Entries of all checkpoints that are saved once training has ended, in the place of their own."""
-    brought_back = ("end",)
-    """What a script gets of this loop from its ranks, besides progress and numbers."""
+    _point: Place | None = None  # of the checkpoint being written
+    resumed = Position()  # the point at which this run goes on, until it has
+    end: dict[str, Any] | None = None  # entries of all checkpoints saved once training has ended, for their own
+    brought_back = ("end",)  # what a script gets of this loop from its ranks, besides progress and numbers
     _savers: tuple[Checkpoint, ...] = ()
-    begins_epoch = False
-    """Whether a hook has saved after an epoch's last batch, so that the resumed run begins the next one."""
+    begins_epoch = False  # a hook has saved after an epoch's last batch: the resumed run begins the next one
     has_clean_points = True
-    _has_metrics = False
-    """Whether the metrics logged last were restored; without them Lightning would not step plateau schedulers."""
-    takes_steps = False
-    """Whether the run has begun to train, so that a stop between two steps has something to save."""
-    sections: Sections | None = None
-    """The sections of a run whose ranks go on without those that die."""
+    _has_metrics = False  # those logged last were restored: else Lightning would not step plateau schedulers
+    takes_steps = False  # whether the run has begun to train, so that a stop between two steps has something to save
+    sections: Sections | None = None  # of a run whose ranks go on without those that die
 
     def in_section(self, work: Callable[[], _T], counts: bool = True) -> _T:
         """Do what ranks do together, and again on those that live if one dies in it; see `Sections.run`."""
@@ -109,16 +101,18 @@ class ResumingFitLoop(_FitLoop):
         if self.epoch_loop.batch_progress.is_last_batch:
             return
         self._save_due("between_batches")
-        for snapshots in (saver.snapshots for saver in self._savers):
-            if snapshots is not None and snapshots.due:
-                with replaced(self, "_point", "between_batches"):
-                    self.in_section(partial(snapshots.take, self.trainer))
+        for saver in self._savers:
+            if saver.snapshots is not None and saver.snapshots.is_due(self.trainer.global_step):
+                self._save(saver.snapshots.take, "between_batches")
 
     def _save_due(self, point: Place, or_lacking: bool = False) -> None:
         for saver in self._savers:
             if saver.due or (or_lacking and saver.lacks(self.trainer)):
-                with replaced(self, "_point", point):
-                    self.in_section(partial(saver.save, self.trainer))
+                self._save(saver.save, point)
+
+    def _save(self, save: Callable[[Any], None], point: Place) -> None:
+        with replaced(self, "_point", point):
+            self.in_section(partial(save, self.trainer))
 
     def resume_state(self) -> dict[str, Any]:
         """Capture the `EXACT` entry of a checkpoint; every rank must call it."""
@@ -144,11 +138,7 @@ class ResumingFitLoop(_FitLoop):
     # Stop and end
 
     def stop_at(self, point: Place) -> None:
-        """Save and stop if a signal was received; with several processes, once all of them stop at this step.
-
-        Raises:
-            SIGTERMException: after the checkpoint was written.
-        """
+        """Save and stop if a signal was received; with several processes, once all of them stop at this step."""
         received, ranks = self.trainer._signal_connector.received_sigterm, ranks_of(self.trainer.strategy)
         if point == "before_validation":  # where a signal has ended the validation after a batch, which comes again
             self.trainer.training = True
@@ -160,21 +150,14 @@ class ResumingFitLoop(_FitLoop):
         self.trainer.agreed_to_stop = True  # pyright: ignore[reportAttributeAccessIssue]  # an attribute of our Trainer
         self._save_due(point, or_lacking=True)
         saved = [saver.last_model_path for saver in self._savers if saver.last_model_path]
-        rank_zero_info(
-            f"Interrupted at step {self.trainer.global_step}; "
-            + (
-                f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
-                if saved
-                else "nothing is saved. Add a Checkpoint callback with save_last=True to keep the last state."
-            )
-        )
+        what = "nothing is saved. Add a Checkpoint callback with save_last=True to keep the last state."
+        if saved:
+            what = f"saved {saved[0]}; continue with resume=last (in a script: ckpt_path)."
+        rank_zero_info(f"Interrupted at step {self.trainer.global_step}; {what}")
         raise SIGTERMException
 
     def agree_to_end(self, at_once: bool = False) -> None:
-        """Have ranks end training together where `trainer.should_stop` is set on some: one alone would leave the rest.
-
-        `at_once`, where all are here and wait for each other; without it they end here only if it is set on all.
-        """
+        """Have ranks end training together where `trainer.should_stop` is set on some (`at_once`), or on all."""
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         if ranks is not None:
             trainer.should_stop = ranks.group.stopping.ends(trainer.should_stop, trainer.global_step, at_once)
@@ -205,15 +188,13 @@ class ResumingFitLoop(_FitLoop):
             self.end = self._end_at("between_batches")
 
     def _end_at(self, point: Place) -> dict[str, Any]:
-        """Copy where training has ended, with the states of all ranks; every rank must call it.
-
-        If steps or time are used up within an epoch, Lightning ends the epoch all the same: hooks run, metrics are
-        reset, and the next epoch is counted. A run that goes on with more steps must not see that.
-        """
+        """Copy where training has ended, with the states of all ranks; every rank must call it."""
         trainer = self.trainer
         with replaced(self, "_point", point):
             end = {EXACT: self.resume_state()}
         if point != "after_epoch":
+            # Lightning ends the epoch all the same: hooks run, metrics are reset, and the next epoch is counted. A run
+            # that goes on with more steps must not see that.
             loops = trainer._checkpoint_connector._get_loops_state_dict()
             counted = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "loops": loops}
             found = (cb for cb in callbacks_of(trainer) if not isinstance(cb, LightningCheckpoint))
@@ -250,14 +231,11 @@ class ResumingFitLoop(_FitLoop):
     @override
     def skip(self) -> bool:
         skips = super().skip
-        if skips and self.resumed.point is not None:
+        if skips and self.resumed.point is not None and self.resumed.own is not None:
             why = "it was stopped early" if self.trainer.should_stop else "max_epochs or max_steps is reached"
-            rank_zero_info(
-                f"The checkpoint is of a run that has finished, at step {self.epoch_loop.global_step} ({why}): nothing "
-                "is left to train."
-            )
-            if self.resumed.own is not None:
-                self.trainer._logger_connector._callback_metrics.update(self.resumed.own["logged"])
+            step = self.epoch_loop.global_step
+            rank_zero_info(f"The checkpoint's run has finished, at step {step} ({why}): nothing is left to train.")
+            self.trainer._logger_connector._callback_metrics.update(self.resumed.own["logged"])
         return skips
 
     @override

@@ -33,13 +33,10 @@ from ...strategies.sharding.whole import PLACE, Entry, map_tensors
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".ckpt"
-FILE = "evener_tensors"
-"""The key of a checkpoint with the name of the file that has its tensors."""
-SHARDS = "evener_shards"
-"""The key of a checkpoint with the layout of that file, and each rank's crc32."""
+FILE = "evener_tensors"  # the key of a checkpoint with the name of the file that has its tensors
+SHARDS = "evener_shards"  # the key with the layout of that file, and each rank's crc32
 PREFIX = "shards-"
-_LIGHTNINGS = "pytorch-lightning_version"
-"""The key that every trainer's checkpoint has."""
+_LIGHTNINGS = "pytorch-lightning_version"  # the key that every trainer's checkpoint has
 _BLOCK = 1 << 20
 _DIRECTORY = 0x10
 
@@ -244,12 +241,8 @@ saving.pl_load = _load_whole
 # Find
 
 
-def is_good(path: str | Path) -> bool:
-    """Whether a file is a checkpoint that can be loaded; if not, a warning names it."""
-    return _good(Path(path)) is not None
-
-
-def _good(path: Path) -> dict[str, Any] | None:
+def read_good(path: Path) -> dict[str, Any] | None:
+    """Read a checkpoint whose tensors stay in the file; None, with a warning, if it can't be loaded or is none."""
     try:
         if _LIGHTNINGS in (checkpoint := read(path, mapped=None)):
             return checkpoint
@@ -270,7 +263,7 @@ def find_newest(directory: str | Path, beside: Path | None = None) -> Path | Non
     One that is `beside` them is taken if it is newer. An incomplete or corrupted file is skipped with a warning.
     """
     files = chain(Path(directory).rglob(f"*{SUFFIX}"), () if beside is None else (beside,))
-    return next(filter(is_good, _newest_first(files)), None)
+    return next(filter(read_good, _newest_first(files)), None)
 
 
 def find_best(directory: str | Path) -> Path | None:
@@ -280,11 +273,11 @@ def find_best(directory: str | Path) -> Path | None:
     not; or None if none names any.
     """
     for path in _newest_first(Path(directory).rglob(f"*{SUFFIX}")):
-        for state in ((_good(path) or {}).get("callbacks") or {}).values():
+        for state in ((read_good(path) or {}).get("callbacks") or {}).values():
             if isinstance(state, dict) and state.get("best_model_score") is not None and state.get("best_model_path"):
                 named = Path(state["best_model_path"])
                 candidates = (path.with_name(named.name), named)  # beside it, if the run's directory was moved
-                if best := next((file for file in candidates if file.is_file() and is_good(file)), None):
+                if best := next((file for file in candidates if file.is_file() and read_good(file)), None):
                     return best
     return None
 
@@ -296,7 +289,7 @@ def good_or_newest(path: str | Path) -> Path:
         CheckpointError: there is no valid checkpoint.
     """
     beside = _newest_first(Path(path).parent.glob(f"*{SUFFIX}"))  # subdirectories belong to other runs
-    newest = next(filter(is_good, [Path(path), *beside]), None)
+    newest = next(filter(read_good, [Path(path), *beside]), None)
     if newest is None:
         raise CheckpointError(f"The checkpoint {path} can't be used, and its directory has no other valid checkpoint.")
     if newest != Path(path):

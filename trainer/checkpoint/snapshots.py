@@ -18,7 +18,7 @@ from typing_extensions import override
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.patching import replaced
 from .checkpoint_io import VerifiedCheckpointIO
-from .file_io import CheckpointError, is_good, read, remove_leftovers, write
+from .file_io import CheckpointError, read_good, remove_leftovers, write
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ def move_to_disk(dirpath: str | Path | None) -> Path | None:
     if dirpath is None or path is None:
         return None
     on_disk, times = Path(dirpath) / NAME, path.stat().st_mtime_ns
-    if good := is_good(path):
-        write(read(path), on_disk)
+    if checkpoint := read_good(path):
+        write(checkpoint, on_disk)
         os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
     discard(dirpath)
-    return on_disk if good else None
+    return on_disk if checkpoint else None
 
 
 def discard(dirpath: str | Path) -> None:
@@ -79,7 +79,7 @@ class MemorySnapshots(VerifiedCheckpointIO):
 
     def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
         super().__init__(background=True)
-        self.every_n_steps, self.dirpath, self.due, self._last_step = every_n_steps, dirpath, False, -1
+        self._every_n_steps, self._dirpath, self.last_step = every_n_steps, dirpath, -1
         self._directory = directory_in_memory(dirpath)
         if not MEMORY.is_dir():
             raise ConfigError(
@@ -95,14 +95,13 @@ class MemorySnapshots(VerifiedCheckpointIO):
             )
         remove_leftovers(self._directory)
 
-    def mark(self, trainer: pl.Trainer) -> None:
-        """Note, after a step, whether a snapshot is due between this batch and the next."""
-        step = trainer.global_step
-        self.due = step % self.every_n_steps == 0 and step != self._last_step
+    def is_due(self, step: int) -> bool:
+        """Whether to take a snapshot after a step."""
+        return step % self._every_n_steps == 0 and step != self.last_step
 
     def take(self, trainer: pl.Trainer) -> None:
         """Copy the state of the run to memory. Every rank must call it."""
-        self.due, self._last_step = False, trainer.global_step
+        self.last_step = trainer.global_step
         with replaced(trainer.strategy, "_checkpoint_io", self):
             trainer.save_checkpoint(self._directory / NAME)
 
@@ -117,4 +116,4 @@ class MemorySnapshots(VerifiedCheckpointIO):
     def end(self) -> None:
         """Give the memory back after the run, whose last state is on the disk."""
         self.teardown()
-        discard(self.dirpath)
+        discard(self._dirpath)

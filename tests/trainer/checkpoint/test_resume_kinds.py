@@ -235,7 +235,7 @@ def test_a_finished_run_trains_no_more_and_says_why(
     assert seen == []
     assert (trainer.global_step, trainer.current_epoch) == (2 * epochs, epochs)
     assert trainer.callback_metrics["val/loss"] == 1.0
-    assert f"has finished, at step {2 * epochs} ({why})" in caplog.text
+    assert f"The checkpoint's run has finished, at step {2 * epochs} ({why})" in caplog.text
 
 
 def test_an_epoch_that_was_to_be_the_last_is_ended(tmp_path: Path) -> None:
