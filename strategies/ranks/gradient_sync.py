@@ -36,22 +36,19 @@ class GradientSync:
 
     Args:
         hook: makes the state and the function of a communication hook.
-
-    Attributes:
-        evaluates_together: whether a rank without samples runs evaluation steps, too, because the others' need it.
-        changes_evaluation: whether there is something to do around a step of evaluation.
-        changes_update: whether there is something to do around an optimizer's step.
-        seen_ranks: the ranks that a run sees, where they are not those that train together.
-        computes_whole: how ranks compute whole batches, for the log.
     """
 
-    evaluates_together = changes_evaluation = changes_update = False
-    computes_whole = "each rank computes its part of a batch at once"
+    evaluates_together = False
+    """Whether a rank without samples runs evaluation steps, too, because the others' need it."""
+    changes_evaluation = changes_update = False
+    """Whether there is something to do around a step of evaluation, and around an optimizer's."""
     seen_ranks: SimulatedRanks | None = None
+    """The ranks that a run sees, where they are not those that train together."""
+    computes_whole = ""
+    """How ranks compute whole batches, for the log."""
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
-        self._strategy = strategy
-        self._hook = hook
+        self._strategy, self._hook = strategy, hook
         self._trained: ReducedParameters | None = None
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
@@ -74,7 +71,7 @@ class GradientSync:
         strategy = self._strategy
         module = strategy.model
         assert module is not None
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not any(map(_IS_TRAINED, module.parameters())):
             raise ConfigError(
                 f"{strategy.strategy_name}: {type(strategy.module).__name__} has no parameter that requires a "
                 "gradient, so there is nothing to average over ranks. Unfreeze one, or choose strategy=single_device."
@@ -85,8 +82,7 @@ class GradientSync:
         self._trained = ReducedParameters(module)
         wrap()
         wrapper = self._wrapper
-        assert wrapper is not None
-        if self._hook is not None:
+        if self._hook is not None and wrapper is not None:
             wrapper.register_comm_hook(*self._hook())
 
     def expect_unused(self) -> None:
@@ -112,8 +108,7 @@ class GradientSync:
 
     def begin_batch(self) -> None:
         """Learn that hooks of module and callbacks have seen the batch; they freeze and unfreeze layers."""
-        trained = self._trained  # on all ranks alike
-        if trained is not None and trained.changed(self._strategy.optimizers):
+        if self._trained is not None and self._trained.changed(self._strategy.optimizers):
             self.wrap_again()
             self._strategy.contract.agreement.begin(self._strategy.optimizers)
 
@@ -132,8 +127,7 @@ class GradientSync:
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
         """Accumulate gradients inside the block without reducing them, unless `on_after_backward` has `seen` them.
 
-        A static graph is recorded in the wrapper's first backward pass, which must reduce. To average some of the
-        accumulated gradients earlier does not change the average of their sum.
+        A static graph is recorded in the wrapper's first backward pass, which must reduce.
         """
         wrapper = self._wrapper
         records = wrapper is not None and wrapper.static_graph and self._recorded is not wrapper
@@ -152,7 +146,7 @@ class GradientSync:
             return
         if not strategy.module.automatic_optimization:
             # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
-            self._without_gradient = [p for p in trained.frozen() if p.grad is None]
+            self._without_gradient = [p for _, p in trained.reduced if not p.requires_grad and p.grad is None]
         elif trained.unfrozen():
             raise ConfigError(
                 f"{strategy.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
@@ -167,8 +161,10 @@ class GradientSync:
         if isinstance(wrapper, DistributedDataParallel):
             if wrapper.require_backward_grad_sync:  # what the next forward begins with, an error of unused parameters
                 wrapper.reducer._rebuild_buckets()
-            if wrapper.gradient_as_bucket_view:  # last: the wrapper has new buckets after its first backward
-                self._separate_from_buckets()
+            # last: the wrapper has new buckets after its first backward
+            for _, parameter in self._trained.reduced if self._trained and wrapper.gradient_as_bucket_view else ():
+                if parameter.grad is not None:  # a view, where a hook's `p.grad.data = ...` would leave its own
+                    parameter.grad = parameter.grad.detach()
         for parameter, before in self._accumulated or ():
             parameter.grad = before if parameter.grad is None else before + parameter.grad
 
@@ -183,13 +179,6 @@ class GradientSync:
         for parameter, before in self._accumulated or ():
             parameter.grad = before
         self._accumulated = None
-
-    def _separate_from_buckets(self) -> None:
-        """Give parameters own tensors for views of buckets, which a hook's `p.grad.data = ...` would leave there."""
-        assert self._trained is not None
-        for _, parameter in self._trained.reduced:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach()
 
     def updating(self) -> AbstractContextManager[Any]:
         """Step an optimizer inside the block."""
@@ -233,29 +222,25 @@ def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], 
 
 
 class ReducedParameters:
-    """Records the parameters of a module at the time it was wrapped."""
+    """The parameters of a module when it was wrapped; `reduced` are names and parameters in the wrapper's order."""
 
     def __init__(self, module: nn.Module) -> None:
         self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        """Names and parameters that are reduced, in the wrapper's order."""
         self._trained = [parameter for _, parameter in self.reduced]
         self._others = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._num_optimized: list[int] = []
 
     def changed(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
-        return not all(map(_IS_TRAINED, self._trained)) or self.unfrozen() or self._has_new(optimizers)
+        if self.unfrozen() or not all(map(_IS_TRAINED, self._trained)):
+            return True
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        before, self._num_optimized = self._num_optimized, list(map(len, groups))
+        if before == self._num_optimized:
+            return False
+        known = set(map(id, self._trained + self._others))
+        return any(id(parameter) not in known for group in groups for parameter in group)
 
     def unfrozen(self) -> bool:
         """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
         return any(map(_IS_TRAINED, self._others))
-
-    def frozen(self) -> list[nn.Parameter]:
-        """The parameters that required a gradient when the module was wrapped, and no longer do."""
-        return [parameter for parameter in self._trained if not parameter.requires_grad]
-
-    def _has_new(self, optimizers: Sequence[Optimizer]) -> bool:
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        before, self._num_optimized = self._num_optimized, list(map(len, groups))
-        known = set(map(id, self._trained + self._others)) if before != self._num_optimized else set[int]()
-        return bool(known) and any(id(parameter) not in known for group in groups for parameter in group)

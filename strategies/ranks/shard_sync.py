@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -40,8 +41,7 @@ _BUFFER_BYTES = 2**28
 class ShardSync(GradientSync):
     """Cuts parameters, gradients and optimizer state over the ranks.
 
-    Args:
-        find_unused: whether a loss may leave parameters out; None if that is to be found.
+    `find_unused` says whether a loss may leave parameters out; None if that is to be found.
     """
 
     evaluates_together = changes_evaluation = True  # each rank's forward needs the shards of all
@@ -116,7 +116,15 @@ class ShardSync(GradientSync):
         if found is not None:
             found.verify_same(options)
             return found
-        parts = self._parts(module, options.shard)
+        whole = self._strategy.whole_batches
+        parts = part_names(module, options.shard, whole.uneven)
+        # what steps need otherwise
+        if left := [name for name in parts if options.shard == "auto" and name in whole.outside]:
+            parts = [name for name in parts if name not in left]
+            rank_zero_info(
+                f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "
+                "parameters of these outside of their forward, or goes backward itself."
+            )
         waiting = [name for name, tensor in _tensors(module) if tensor.is_meta]
         for name in waiting:
             if name not in self._built or (self._built[name].is_meta and self._strategy.is_global_zero):
@@ -135,42 +143,22 @@ class ShardSync(GradientSync):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         shards = ShardedModule(module, parts, mesh, device, options)
         if waiting:
-            self._fill(shards, waiting, device)
+            module._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)
+        for name, tensor in _tensors(module) if waiting else ():
+            if name in waiting:  # made on the first rank: sent tensor by tensor, of which each rank keeps its shard
+                made = self._built.pop(name)
+                value = torch.empty_like(made, device=device) if made.is_meta else made.to(device)
+                dist.broadcast(value, 0)
+                with torch.no_grad():
+                    tensor.copy_(shard_like(value, tensor))
         shards.prime()
         shards.is_for_training = bool(waiting) or self._strategy.trainer.state.fn == TrainerFn.FITTING
         return shards
-
-    def _parts(self, module: nn.Module, shard: Shard) -> list[str]:
-        """The parts that are gathered one by one; `auto` leaves out what steps need otherwise."""
-        whole = self._strategy.whole_batches
-        parts = part_names(module, shard, whole.uneven)
-        left = [name for name in parts if shard == "auto" and name in whole.outside]
-        if left:
-            rank_zero_info(
-                f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "
-                "parameters of these outside of their forward, or goes backward itself."
-            )
-        return [name for name in parts if name not in left]
 
     @override
     def expect_unused(self) -> None:
         if self._finds_unused is None:
             self._finds_unused = True
-
-    @torch.no_grad()
-    def _fill(self, shards: ShardedModule, waiting: Collection[str], device: torch.device) -> None:
-        """Send what `configure_model` has made on the first rank, tensor by tensor, and keep this rank's shards."""
-
-        def allocated(tensor: Tensor) -> Tensor:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-        shards.module._apply(allocated)
-        for name, tensor in _tensors(shards.module):
-            if name in waiting:
-                made = self._built.pop(name)
-                value = torch.empty_like(made, device=device) if made.is_meta else made.to(device)
-                dist.broadcast(value, 0)
-                tensor.copy_(shard_like(value, tensor))
 
     def _toggle(self, own: Callable[..., None], optimizer: Optimizer | LightningOptimizer) -> None:
         """Freeze or unfreeze parameters in a step: what is gathered follows its shards."""
@@ -210,32 +198,29 @@ class ShardSync(GradientSync):
 
     @override
     def finish_backward(self) -> None:
-        """Refuse, or find, parameters that took no part in the loss; those of other ranks' parts are reduced as zeros.
+        """Refuse parameters that took no part in the loss, or leave those without a gradient that no rank has used.
 
         A step of manual optimization often trains some parameters only, the same on all ranks or not.
         """
-        self.shards.finish_backward()
+        shards = self.shards
+        shards.finish_backward()
         if not self._reduces:
             return
-        self.shards.reduce_scalars()
+        shards.reduce_scalars()
+        unused = shards.take_unused()
         if self._finds_unused or not self._strategy.module.automatic_optimization:
-            self._take_away_zeros(self.shards)
-        elif unused := self.shards.take_unused():
+            trained, left = [p for p in shards.parameters if p.requires_grad], set(map(id, unused.values()))
+            used = torch.tensor([id(p) not in left for p in trained], dtype=torch.uint8)
+            used = used.to(self._strategy.root_device)
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            for parameter, by_any in zip(trained, used.tolist(), strict=True):
+                if not by_any and id(parameter) in self._had_none:
+                    parameter.grad = None
+        elif unused:
             raise ConfigError(
                 f"fsdp: parameters took no part in the loss: {', '.join(unused)}. Set "
                 "strategy.find_unused_parameters=true, or freeze them with requires_grad_(False)."
             )
-
-    def _take_away_zeros(self, shards: ShardedModule) -> None:
-        """Leave parameters without a gradient that no rank has used, as on one device."""
-        trained = [p for p in shards.parameters if p.requires_grad]
-        unused = {id(parameter) for parameter in shards.take_unused().values()}
-        used = torch.tensor([id(parameter) not in unused for parameter in trained], dtype=torch.uint8)
-        used = used.to(self._strategy.root_device)
-        dist.all_reduce(used, dist.ReduceOp.MAX)
-        for parameter, by_any in zip(trained, used.tolist(), strict=True):
-            if not by_any and id(parameter) in self._had_none:
-                parameter.grad = None
 
     @override
     @contextmanager
@@ -254,11 +239,10 @@ class ShardSync(GradientSync):
     @override
     def restore_gradients(self, module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients of an unfinished step; those of ranks that were not averaged are averaged now."""
-        strategy = self._strategy
         for name, parameter in module.named_parameters():
             if name in gradients:
-                mean = reduce_tensor(gradients[name].to(strategy.root_device, copy=True), reduce_op="mean")
-                parameter.grad = shard_like(mean, parameter)
+                own = gradients[name].to(self._strategy.root_device, copy=True)
+                parameter.grad = shard_like(reduce_tensor(own, reduce_op="mean"), parameter)
 
     @override
     @contextmanager
@@ -280,40 +264,30 @@ class ShardSync(GradientSync):
 
 
 def part_names(module: nn.Module, shard: Shard, uneven: Collection[str] = ()) -> list[str]:
-    """The parts of a module that are gathered one by one.
-
-    Args:
-        uneven: submodules that ranks may call otherwise than each other: `auto` leaves out layers of their kind.
-    """
+    """The parts that are gathered one by one; `auto` leaves out layers of the kind of what ranks call unevenly."""
     if not isinstance(shard, str):
         return named_parts(module, shard)
-    chosen = {_kind(module, name) for name in uneven}
-    parts = [part.name for part in find_parts(module) if not part.loose]
-    return automatic_parts(module, [name for name in parts if chosen.isdisjoint(_kinds(module, name))])
 
+    def kind(name: str) -> tuple[str, type[nn.Module]]:  # what the experts of a layer have in common
+        return name.rpartition(".")[0], type(module.get_submodule(name))
 
-def _kinds(module: nn.Module, name: str) -> set[tuple[str, type[nn.Module]]]:
-    """The kinds of a submodule and of those that it is in."""
-    path = name.split(".")
-    return {_kind(module, ".".join(path[:i])) for i in range(1, len(path) + 1)}
+    def kinds(name: str) -> set[tuple[str, type[nn.Module]]]:
+        return {kind(one) for one in accumulate(name.split("."), "{}.{}".format)}
 
-
-def _kind(module: nn.Module, name: str) -> tuple[str, type[nn.Module]]:
-    """What the experts of a layer have in common, of which a few samples may show one only in each step."""
-    return name.rpartition(".")[0], type(module.get_submodule(name))
+    chosen, parts = set(map(kind, uneven)), [part.name for part in find_parts(module) if not part.loose]
+    return automatic_parts(module, [name for name in parts if chosen.isdisjoint(kinds(name))])
 
 
 def kept_copies(callbacks: Iterable[pl.Callback], module: nn.Module) -> list[nn.Module]:
     """The copies of a module that callbacks keep, such as those of a moving average."""
-    held = [value for callback in callbacks for value in vars(callback).values()]
-    kept = [value for value in held if isinstance(value, nn.Module)]
-    modules = [value.module if isinstance(value, AveragedModel) else value for value in kept]
-    return [copy for copy in modules if copy is not module and _shapes(copy) == _shapes(module)]
+    held = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
+    modules = [value.module if isinstance(value, AveragedModel) else value for value in held]
+
+    def shapes(one: nn.Module) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in one.named_parameters()}
+
+    return [copy for copy in modules if copy is not module and shapes(copy) == shapes(module)]
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -13,7 +13,7 @@ evaluation, after its first hooks         each rank, which evaluates all of them
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
@@ -42,33 +42,26 @@ if TYPE_CHECKING:
 class WholeBatches:
     """Which steps of a run get whole batches, and what has yet to be compared.
 
-    Args:
-        verifies: whether a module that trains otherwise in parts of a batch is refused.
-
-    Attributes:
-        make_sync: makes what gives all ranks whole batches; None if they have these already, or are not to.
-        of_ranks: the steps whose batches the first rank computes.
-        of_chunks: the steps whose batches the devices of a rank don't cut.
-        is_open: whether training is yet to be compared.
-        evaluation: the loop of an evaluation whose first hooks have run, until it ends.
-        seen_ranks: what an evaluation sees in which each rank computes all batches; None in any other.
-        uneven: the submodules that ranks may call otherwise than each other, as far as is known.
-        outside: those of which a step uses parameters outside of their forward, as far as is known.
+    The first rank computes batches of the steps `of_ranks`; those `of_chunks` the devices of a rank don't cut.
     """
 
     def __init__(self, strategy: "RankStrategy", verifies: bool) -> None:
         self._strategy, self._verifies = strategy, verifies
         self.make_sync: Callable[[], GradientSync] | None = None
+        """Makes what gives all ranks whole batches; None if they have these already, or are not to."""
         self.of_ranks, self.of_chunks = WholeSteps(), WholeSteps(strategy.strategy_name)
         self.is_open = False
-        self.uneven = set[str]()
-        self.outside: Collection[str] = ()
+        """Whether training is yet to be compared."""
+        self.uneven, self.outside = set[str](), set[str]()
+        """Submodules that ranks may call unevenly, and those whose parameters a step uses outside of their forward."""
         self._before: RandomState | None = None
         """The random state before training was first compared; None until then."""
         self._samples: FewSamples | None = None
         """What all ranks compute together, where they do."""
         self.evaluation: Any = None
+        """The loop of an evaluation whose first hooks have run, until it ends."""
         self.seen_ranks: SimulatedRanks | None = None
+        """What an evaluation sees in which each rank computes all batches."""
         self._loader: Any = None
         """What a loop of evaluation reads all batches from."""
         self._epochs: Replacement | None = None
@@ -110,20 +103,19 @@ class WholeBatches:
 
     def before_wrapping(self) -> None:
         """Compare training, unless that was done, before the module is wrapped or cut over the ranks."""
-        strategy = self._strategy
-        strategy.sync.make_whole()
+        self._strategy.sync.make_whole()
         if not self.is_open or self._before is not None:
             return
-        self._before = random_state()
+        self._before = before = random_state()
         try:
-            self._compare_early(strategy.trainer.fit_loop, self._before)
+            self._compare_early(before)
         except PartsDiffer as exc:
             if self.make_sync is None:
                 raise
-            self._begin_anew(exc, self.make_sync, self._before)
+            self._begin_anew(exc, self.make_sync, before)
 
-    def _compare_early(self, loop: Any, before: RandomState) -> None:
-        sync = self._strategy.sync
+    def _compare_early(self, before: RandomState) -> None:
+        sync, loop = self._strategy.sync, cast("Any", self._strategy.trainer.fit_loop)
         loop.setup_data()  # a stream that is read begins, and is compared
         combined = loop._combined_loader
         if loop._should_reload_train_dl:  # an empty loader: the loop makes it again
@@ -221,8 +213,7 @@ class WholeBatches:
     @property
     def _rest(self) -> tuple[int, ...]:
         """Arguments of a training step after the batch."""
-        step = self._strategy.module.training_step
-        return (0,) * is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return (0,) * is_param_in_hook_signature(self._strategy.module.training_step, "batch_idx", min_args=2)
 
     def end(self) -> None:
         """End a run's training."""
@@ -278,24 +269,21 @@ class WholeBatches:
 
         def compare() -> None:
             self.evaluation = loop
-            if loop._combined_loader is self._loader or self.is_whole("evaluate"):
-                self._evaluate_alone(loop)
+            if loop._combined_loader is not self._loader and not self.is_whole("evaluate"):
+                return
+            # each rank evaluates all batches, as if it were the only one, until the values of the epoch are known
+            self.seen_ranks = Alone()
+            _once(loop, "_on_evaluation_end", before=self.end_evaluation)
+            self._strategy.contract.count_ranks(1)
+            self._strategy.structures.lists.stay()
+            set_random_state(broadcast_object(random_state()))
+            if loop._combined_loader is not self._loader:
+                loop._combined_loader = None
+                loop.setup_data()
+                self._loader = loop._combined_loader
+            loop.reset()  # the first batches were perhaps read in parts
 
         _once(loop, "_on_evaluation_epoch_start", after=compare)
-
-    def _evaluate_alone(self, loop: Any) -> None:
-        """Have each rank evaluate all batches, as if it were the only one, until the values of the epoch are known."""
-        strategy = self._strategy
-        self.seen_ranks = Alone()
-        _once(loop, "_on_evaluation_end", before=self.end_evaluation)
-        strategy.contract.count_ranks(1)
-        strategy.structures.lists.stay()
-        set_random_state(broadcast_object(random_state()))
-        if loop._combined_loader is not self._loader:
-            loop._combined_loader = None
-            loop.setup_data()
-            self._loader = loop._combined_loader
-        loop.reset()  # the first batches were perhaps read in parts
 
     def end_evaluation(self) -> None:
         """End an evaluation: from the hooks of its end on ranks see each other."""
@@ -323,10 +311,10 @@ class WholeBatches:
 
     def _find(self, step: str, loader: int, views: Views) -> None:
         """Find how what a step of evaluation logs follows from parts, on rank 0 for all where it can."""
-        strategy = self._strategy
+        strategy, sync = self._strategy, self._strategy.sync
         find = partial(find_evaluated, strategy, views, step, loader, self.of_ranks.allowed)
-        if strategy.sync.evaluates_together:
-            strategy.sync.evaluate(partial(find, together=True))
+        if sync.evaluates_together:
+            sync.evaluate(partial(find, together=True))
         else:
             find(broadcast_object, strategy.global_rank == 0)
 
