@@ -81,8 +81,8 @@ class ShardSync(GradientSync):
         if any(isinstance(callback, ModelPruning) for callback in callbacks_of(trainer)):
             raise ConfigError("fsdp: ModelPruning replaces parameters, which are cut over the ranks. Use strategy=ddp.")
         fits = trainer.state.fn == TrainerFn.FITTING
-        if fits:
-            strategy.sync_layers()
+        if fits and strategy._layer_sync is not None:
+            strategy.model = strategy._layer_sync.apply(module)
         strategy.precision_plugin.convert_module(module)
         self._shards = self._cut(module)
         for copy in kept_copies(callbacks_of(trainer), module):

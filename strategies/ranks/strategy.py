@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..balance.controller import BalanceController
 from ..balance.ranks import RankBalance
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import STEPS, GlobalView, Layout, SingleLayout, drop_layout
@@ -139,7 +138,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @classmethod
     def count_processes(cls, num_devices: int, **options: Any) -> int:
-        """Count the processes of a node, as `num_processes` does."""
+        """Count the processes of a node."""
         return num_processes(num_devices, options.get(*cls.size_option))
 
     @property
@@ -259,14 +258,11 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor from all ranks.
 
-        With `sync_grads` a loss that each rank computes of its own samples against all rows, or of all rows, has the
-        gradients of the whole batch: those of all ranks' losses add up in the rows, each loss with its rank's samples.
-
         Args:
-            tensor: of shape (n, ...), where n may differ between ranks; a rank that has joined a step without samples
-                counts 0.
+            tensor: of shape (n, ...), where n may differ between ranks; a rank that has joined without samples has 0.
             group: the process group; None for that of all ranks.
-            sync_grads: whether gradients go back to the ranks' tensors.
+            sync_grads: whether gradients go back to the ranks' tensors, so that a loss of own samples against all rows,
+                or of all rows, has those of the whole batch.
 
         Returns:
             A tensor of shape (ranks, n, ...) or, where n differs, of shape (1, sum of all n, ...): `flatten(0, 1)` has
@@ -279,8 +275,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             return ranks.gather(tensor, sync_grads)
         if not dist.is_initialized():
             return tensor
-        over_ranks = partial(self._gathered, group=group, sync_grads=sync_grads)
-        return gathered(tensor, self.strategy_name, over_ranks)
+        return gathered(tensor, self.strategy_name, partial(self._gathered, group=group, sync_grads=sync_grads))
 
     def _gathered(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor:
         found = self.contract.rows.of_all(tensor, group, sync_grads)
@@ -314,11 +309,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if len(devices) == 1:
             return SingleLayout(devices)
         return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True))
-
-    @property
-    def controller(self) -> BalanceController | None:
-        """What measures and decides the shares of the ranks; None if nothing is measured."""
-        return self.balance.controller
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -359,11 +349,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
             verify_threads(self.process_devices, None if self.stage_options is None else False, name)
         if cut and trainer.state.fn == TrainerFn.FITTING:
             verify_whole_batch(module, self.syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
-
-    def sync_layers(self) -> None:
-        """Have BatchNorm layers synchronize, if that was asked for."""
-        if self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.module)
 
     @override
     @contextmanager
@@ -508,15 +493,15 @@ class RankStrategy(pl_strategies.DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.controller is not None:
-            self.controller.save(checkpoint)
+        if self.balance.controller is not None:
+            self.balance.controller.save(checkpoint)
         super().save_checkpoint(self.sync.whole_tree(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        if self.controller is not None:
-            self.controller.load(checkpoint)
+        if self.balance.controller is not None:
+            self.balance.controller.load(checkpoint)
         return checkpoint
 
     @override

@@ -124,11 +124,11 @@ def _measure() -> dict[str, Any]:
 
     ranks.time_mark = known_mark  # in this process, which ends with the test
     trainer.fit(module, DataLoader(Numbered(24), 12))
-    assert strategy.controller is not None
+    assert strategy.balance.controller is not None
     quiet_trainer(DDPStrategy(timeout_s=120), 2).fit(unused := Unused(), DataLoader(Numbered(), 3))
     with pytest.raises(RuntimeError, match=r"took no part in the loss: spare.weight, spare.bias\."):
         quiet_trainer(DDPStrategy(find_unused_parameters=False, **GLOBAL), 2).fit(Unused(), DataLoader(Numbered(), 3))
-    found = {"shares": strategy.controller.shares, "unused steps": unused.trainer.global_step}
+    found = {"shares": strategy.balance.controller.shares, "unused steps": unused.trainer.global_step}
     return found | outcome(module, trainer)
 
 

@@ -9,9 +9,8 @@ a view of rows  a copy of all rows, of which it is one  `Rows` with a `Copy`
 like any other, so that gradients need no rules of their own. All ranks call the same operations in the same order.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, ClassVar
@@ -23,46 +22,20 @@ from torch.utils._mode_utils import no_dispatch
 from ...distributed.objects import gather_unequal
 
 
-class Exchange:
-    """Exchanges tensors between all ranks.
-
-    Args:
-        rank: this one's.
-        size: how many there are.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.of_all_rows = Counter[str]()
-        """How often operations had to be computed of all rows."""
-
-    def sum(self, local: Tensor) -> Tensor:
-        """Sum a tensor, whose memory nobody else uses, over the ranks."""
-        total = local.contiguous()
-        torch.distributed.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
-        return total
-
-    def gather(self, local: Tensor, cut: "Cut") -> Tensor:
-        """Gather what all ranks hold of a dimension."""
-        rows = local.resolve_conj().resolve_neg().movedim(cut.dim, 0).contiguous()
-        # as bytes, since gloo lacks some types
-        found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), cut.sizes)
-        return found.view(rows.dtype).squeeze(-1).movedim(0, cut.dim).contiguous()
+def summed_over_ranks(local: Tensor) -> Tensor:
+    """Sum a tensor, whose memory nobody else uses, over the ranks."""
+    total = local.contiguous()
+    torch.distributed.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+    return total
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a dimension each rank holds: one block after the other, in order of rank.
-
-    Args:
-        dim: the dimension.
-        sizes: of each rank's block.
-        exchange: gathers them.
-    """
+    """Which part of a dimension each rank holds: blocks of these sizes in order of rank; `rank` is this one's."""
 
     dim: int
     sizes: tuple[int, ...]
-    exchange: Exchange = field(compare=False)
+    rank: int
 
     @cached_property
     def length(self) -> int:
@@ -72,7 +45,7 @@ class Cut:
     @cached_property
     def own_length(self) -> int:
         """Of this rank's part of it."""
-        return self.sizes[self.exchange.rank]
+        return self.sizes[self.rank]
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
         """Shape of the whole, of which a rank holds a part of `shape`."""
@@ -84,11 +57,18 @@ class Cut:
 
     def at(self, dim: int) -> "Cut":
         """The same of another dimension."""
-        return self if dim == self.dim else Cut(dim, self.sizes, self.exchange)
+        return self if dim == self.dim else Cut(dim, self.sizes, self.rank)
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole."""
-        return whole.narrow(self.dim, sum(self.sizes[: self.exchange.rank]), self.own_length)
+        return whole.narrow(self.dim, sum(self.sizes[: self.rank]), self.own_length)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """What all ranks hold of the dimension."""
+        rows = local.resolve_conj().resolve_neg().movedim(self.dim, 0).contiguous()
+        # as bytes, since gloo lacks some types
+        found = gather_unequal(rows.unsqueeze(-1).view(torch.uint8), self.sizes)
+        return found.view(rows.dtype).squeeze(-1).movedim(0, self.dim).contiguous()
 
 
 Rule = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
@@ -96,11 +76,7 @@ _RULES: dict[Any, Rule] = {}
 
 
 def register(rules: Mapping[str, Rule]) -> None:
-    """Register rules, which compute an operation of rows or return NotImplemented where all rows must be gathered.
-
-    Args:
-        rules: by names of operations in `torch.ops.aten`; an overload follows a dot.
-    """
+    """Register rules, by names in `torch.ops.aten`; they return NotImplemented where all rows must be gathered."""
     for names, rule in rules.items():
         for name in names.split():
             packet, _, overload = name.partition(".")
@@ -115,11 +91,7 @@ class Home:
 
 
 class Copy:
-    """All rows of a tensor, through which views of single rows are read and written.
-
-    Args:
-        base: the tensor; what is written to it later is read again, and what is written to a view is written to it.
-    """
+    """All rows of a tensor, which are read again when it was written to; what is written to a view is written to it."""
 
     def __init__(self, base: "Rows") -> None:
         self._base = base
@@ -208,14 +180,14 @@ class Rows(Tensor):
         return self.whole().detach().__reduce_ex__(protocol)
 
 
-def rows_of(whole: Any, exchange: Exchange) -> Any:
-    """Rows of a tensor that every rank has, if it has enough of them; another value is returned."""
+def rows_of(whole: Any, rank: int, num: int) -> Any:
+    """Rows of a tensor that every one of `num` ranks has, if it has enough of them; another value is returned."""
     if type(whole) is not Tensor or whole.layout is not torch.strided or whole.requires_grad:
         return whole
-    num, size = exchange.size, whole.shape[0] if whole.dim() else 0
+    size = whole.shape[0] if whole.dim() else 0
     if size < max(2, num) or 0 in whole.shape or 0 in whole.stride():
         return whole
-    cut = Cut(0, tuple(size // num + (rank < size % num) for rank in range(num)), exchange)
+    cut = Cut(0, tuple(size // num + (i < size % num) for i in range(num)), rank)
     return Rows(cut.own(whole), cut, whole.stride(), known=whole)
 
 
@@ -232,7 +204,7 @@ def gathered(value: Any) -> Any:
         if value.copy is not None:
             value.copy.refresh()
         return value.local
-    return value.cut.exchange.gather(value.local, value.cut) if value.known is None else value.known
+    return value.cut.gather(value.local) if value.known is None else value.known
 
 
 @cache
@@ -260,18 +232,14 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     rule = _RULES.get(op)
     if rule is None and torch.Tag.inplace_view in op.tags and type(args[0]) is Rows:
         return _become_view(op, args, kwargs)
-    lead = next(filter(is_cut, flat((*args, *kwargs.values()))), None)
-    if lead is None:
+    if not any(map(is_cut, flat((*args, *kwargs.values())))):
         return on_all_rows(op, args, kwargs)
     found: Any = NotImplemented
     if rule is None:
         found = op.decompose(*args, **kwargs)
     elif not written(op) or getattr(args[0], "known", None) is None:
         found = rule(op, args, kwargs)
-    if found is not NotImplemented:
-        return found
-    lead.cut.exchange.of_all_rows[str(op.overloadpacket).removeprefix("aten.")] += 1
-    return on_all_rows(op, args, kwargs)
+    return on_all_rows(op, args, kwargs) if found is NotImplemented else found
 
 
 def on_all_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from .rows import Cut, Rows, Rule, flat, gathered, is_cut, written
+from .rows import Cut, Rows, Rule, flat, gathered, is_cut, summed_over_ranks, written
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ def summed(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if rows.cut.dim not in dims:
         return along(op, args, kwargs)
     wide = torch.float32 if (dtype or rows.dtype) in (torch.float16, torch.bfloat16) else dtype
-    total = rows.cut.exchange.sum(rows.local.sum(dims, bool(named.get("keepdim")), dtype=wide))
+    total = summed_over_ranks(rows.local.sum(dims, bool(named.get("keepdim")), dtype=wide))
     if op.overloadpacket is aten.mean:
         total /= prod(rows.shape[dim] for dim in dims)
     return total if wide is dtype else total.to(dtype or rows.dtype)
@@ -174,7 +174,7 @@ def reshaped(shape: Sequence[int], cut: Cut, target: Sequence[int]) -> Cut | Non
     for dim in range(len(target)) if prod(shape) else ():
         behind = prod(target[dim + 1 :])
         if before == prod(target[:dim]) and all(size * inner % behind == 0 for size in cut.sizes):
-            found.append(Cut(dim, tuple(size * inner // behind for size in cut.sizes), cut.exchange))
+            found.append(Cut(dim, tuple(size * inner // behind for size in cut.sizes), cut.rank))
     return max(found, key=lambda one: one.length) if found else None
 
 
@@ -292,7 +292,7 @@ def by_names(text: str) -> Rule:
                 given.append(aligned(one, cut.at(dim), dim - one.dim()))
         result = op(*given, **{key: gathered(one) for key, one in kwargs.items()})
         found = [
-            one if one is None else wrap(one, cut.at(dims.index(name))) if name in dims else cut.exchange.sum(one)
+            one if one is None else wrap(one, cut.at(dims.index(name))) if name in dims else summed_over_ranks(one)
             for one, dims in zip(flat([result]), outputs, strict=True)
         ]
         return tuple(found) if isinstance(result, tuple) else found[0]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
@@ -23,7 +22,7 @@ from ...distributed.same_weights import verify_same_layout
 from ...sharding.whole import broadcast_together
 from ..gradient_sync import GradientSync
 from ..shard_sync import ShardSync
-from .rows import Exchange, Rows, gathered, register, rows_of
+from .rows import Rows, gathered, register, rows_of
 from .rules import ELEMENTWISE, PRODUCTS, VIEWS
 
 if TYPE_CHECKING:
@@ -36,12 +35,7 @@ register({**ELEMENTWISE, **VIEWS, **PRODUCTS})
 
 
 class _Whole(GradientSync):
-    """Computes steps of the whole batch on every rank, so that each has its gradients without an average.
-
-    Args:
-        strategy: whose steps these are. It answers as the only rank of its run.
-        by_rows: whether each rank computes some rows of the batch, or all.
-    """
+    """Computes steps of the whole batch on every rank, some of its rows or all; each is the only rank of its run."""
 
     changes_evaluation = True
     seen_ranks = Alone()
@@ -51,7 +45,6 @@ class _Whole(GradientSync):
         self.by_rows = by_rows
         seen, speed = ("steps see", "slower") if by_rows else ("each rank computes all of", "no faster than one rank")
         self.computes_whole = f"{seen} the global batch (strategy.global_view), which is exact but {speed}"
-        self._exchange: Exchange | None = None
         if by_rows:  # an attribute, which loops call where they would move a batch themselves
             vars(strategy)["batch_to_device"] = partial(self._taken, strategy.batch_to_device)
 
@@ -62,10 +55,9 @@ class _Whole(GradientSync):
 
     def _taken(self, to_device: Callable[..., Batch], *args: Any, **kwargs: Any) -> Batch:
         """Cut the tensors of a batch that every rank has read."""
-        batch, exchange = to_device(*args, **kwargs), self._exchange or Exchange(dist.get_rank(), dist.get_world_size())
-        self._exchange = exchange
+        batch, place = to_device(*args, **kwargs), (dist.get_rank(), dist.get_world_size())
         # a packed sequence has rows of time, and kernels read its lengths
-        return apply_to_collection(batch, (Tensor, PackedSequence), rows_of, exchange)
+        return apply_to_collection(batch, (Tensor, PackedSequence), rows_of, *place)
 
     @override
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -93,16 +85,6 @@ class _Whole(GradientSync):
     @override
     def whole_tree(self, tree: Any) -> Any:
         return tree_map_only(Rows, Rows.whole, tree)  # states of metrics; the first rank alone writes them
-
-    @override
-    @contextmanager
-    def ending(self) -> Generator[None]:
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.of_all_rows:
-            told = ", ".join(f"{name} ({num}×)" for name, num in exchange.of_all_rows.most_common(8))
-            rank_zero_info(f"global view: computed on all rows, on every rank: {told}")
-        with super().ending():
-            yield
 
 
 class WholeBatch(_Whole):

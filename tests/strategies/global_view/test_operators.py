@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from evener.strategies.ranks.global_view import view  # noqa: F401  # registers the rules
-from evener.strategies.ranks.global_view.rows import Exchange, Rows, gathered, rows_of
+from evener.strategies.ranks.global_view.rows import Rows, gathered, rows_of
 
 SOME = ["add", "mean", "var", "corrcoef", "roll", "sort", "cumsum", "matmul", "index_select", "masked_select", "short",
         "squeeze", "split_with_sizes", "split", "bernoulli", "nn.functional.embedding",
@@ -42,13 +42,13 @@ def differing(names: Sequence[str], num: int, size: int) -> tuple[list[str], int
     from torch.testing._internal.common_methods_invocations import op_db
 
     torch.distributed.init_process_group("gloo")
-    exchange = Exchange(torch.distributed.get_rank(), size)
+    ranks = torch.distributed.get_rank(), size
     found, compared = [], 0
     for op in op_db:
         if (names and op.name not in names) or torch.float64 not in op.dtypes or op.name in UNDEFINED:
             continue
         for i, sample in enumerate(_samples(op, num)):
-            if not any(type(rows_of(one.detach(), exchange)) is Rows for one in _tensors(sample)):
+            if not any(type(rows_of(one.detach(), *ranks)) is Rows for one in _tensors(sample)):
                 continue
             try:
                 expected = _computed(op, sample, None)
@@ -56,7 +56,7 @@ def differing(names: Sequence[str], num: int, size: int) -> tuple[list[str], int
                 continue
             compared += 1
             try:
-                why = "" if _are_close(_computed(op, sample, exchange), expected) else "differs"
+                why = "" if _are_close(_computed(op, sample, ranks), expected) else "differs"
             except Exception as exc:  # noqa: BLE001  # a difference, too
                 why = f"raises {type(exc).__name__}: {str(exc)[:100]}"
             if why and not (why.startswith("raises") and op.name in RAISE):
@@ -76,7 +76,7 @@ def _tensors(sample: Any) -> list[Tensor]:
     return [one for one in tree_flatten((sample.input, sample.args, sample.kwargs))[0] if isinstance(one, Tensor)]
 
 
-def _computed(op: Any, sample: Any, exchange: Exchange | None) -> list[Any]:
+def _computed(op: Any, sample: Any, ranks: tuple[int, int] | None) -> list[Any]:
     """What an operator returns, and the gradients of numbers that its inputs are multiplied by."""
     torch.manual_seed(5)
     random.seed(5)
@@ -87,7 +87,7 @@ def _computed(op: Any, sample: Any, exchange: Exchange | None) -> list[Any]:
         if not isinstance(one, Tensor):
             return one
         value = one.detach().clone()
-        value = value if exchange is None else rows_of(value, exchange)
+        value = value if ranks is None else rows_of(value, *ranks)
         if one.requires_grad and one.is_floating_point():
             factors.append(torch.ones((), dtype=one.dtype, requires_grad=True))
             return value * factors[-1]
