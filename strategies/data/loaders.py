@@ -59,14 +59,7 @@ class RankLoaders:
     is_whole: Callable[[LoaderRole, bool], bool | None] = lambda role, _: False if role == "evaluate" else None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
-        """Make the loader of this rank's batches from the user's, which is not changed.
-
-        Args:
-            managed: False if the user divides the samples among ranks (`use_distributed_sampler=False`).
-
-        Raises:
-            ConfigError: the loader is already divided among ranks, and `batch_size_is=global`.
-        """
+        """Make the loader of this rank's batches from the user's, who divides the samples unless that is `managed`."""
         loader = getattr(loader, "evener_original", loader)  # a `CombinedLoader` keeps those made for a rank
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return self._stream(loader, role)
@@ -171,10 +164,7 @@ def source_of(loader: Any) -> Source | None:
 
 
 def merge_predictions(loop: Any, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Give rank 0's prediction loop the predictions of all ranks, each once; the others keep their own.
-
-    They are in the order of the loader's batches, or one rank's after the other's where each reads its own stream.
-    """
+    """Give rank 0's loop all ranks' predictions in the order of batches, or rank by rank of streams of their own."""
     loaders = loop._combined_loader.flattened
     for loader, predictions in zip(loaders, loop._predictions, strict=True):
         source = source_of(loader)

@@ -236,11 +236,7 @@ def _stand_in(parts: list[Unit], is_whole: bool) -> Unit:
 
 
 def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Unit]:
-    """Iterate a sampler in rank 0's order on every rank.
-
-    Rank 0 draws as a single process would, so that one device and many see the same order under the same seed. The
-    others draw from rank 0's random state and keep their own.
-    """
+    """Iterate a sampler in the order of rank 0, which draws as one process would; others keep their random state."""
     sampler: Any = getattr(units, "sampler", units) if type(units) is BatchSampler else units
     if type(sampler) is SequentialSampler:
         return iter(units)

@@ -100,10 +100,7 @@ class RankShares:
         self.scale = scale.clamp(min=2.0**-60) if self.counts else scale
 
     def scaled(self, loss: Tensor, in_loop: bool = False) -> Tensor:
-        """Weight this rank's loss, so that the mean of all ranks' gradients is the gradient of the global batch.
-
-        With accumulation the loop (`in_loop`) divides the sum of the ranks' gradients by that of all weights.
-        """
+        """Weight this rank's loss: the ranks' mean, or their sum, which the loop divides, is the batch's gradient."""
         scale = float(self._num_ranks) if in_loop else self.scale
         if isinstance(scale, Tensor):
             return loss * scale.to(loss)
@@ -150,10 +147,7 @@ def verify_side_by_side(combined: Any, strategy: str) -> None:
 
 
 def _unequal_parts(combined: CombinedLoader | None) -> str:
-    """Which step of loaders that are read side by side gives ranks unequal parts; empty if none is known to.
-
-    Loaders that have ended are taken to begin again; nothing is known of those whose batches are made as they are read.
-    """
+    """Which step of loaders that are read side by side, and again, gives unequal parts, as far as is known."""
     if combined is None or combined._mode == "sequential":
         return ""
     sources = map(source_of, combined.flattened)

@@ -32,11 +32,7 @@ _IS_TRAINED = attrgetter("requires_grad")
 
 
 class GradientSync:
-    """Averages gradients over the ranks by torch's DistributedDataParallel, which wraps the module.
-
-    Args:
-        hook: makes the state and the function of a communication hook.
-    """
+    """Averages gradients by torch's DistributedDataParallel; `hook` makes the arguments of `register_comm_hook`."""
 
     evaluates_together = False
     """Whether a rank without samples runs evaluation steps, too, because the others' need it."""

@@ -39,10 +39,7 @@ _BUFFER_BYTES = 2**28
 
 
 class ShardSync(GradientSync):
-    """Cuts parameters, gradients and optimizer state over the ranks.
-
-    `find_unused` says whether a loss may leave parameters out; None if that is to be found.
-    """
+    """Cuts parameters, gradients and optimizer state; a loss may leave parameters out (None: if a look shows any)."""
 
     evaluates_together = changes_evaluation = True  # each rank's forward needs the shards of all
     changes_update = True
@@ -143,7 +140,11 @@ class ShardSync(GradientSync):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         shards = ShardedModule(module, parts, mesh, device, options)
         if waiting:
-            module._apply(lambda one: torch.empty_like(one, device=device) if one.is_meta else one)
+
+            def allocated(one: Tensor) -> Tensor:
+                return torch.empty_like(one, device=device) if one.is_meta else one
+
+            module._apply(allocated)
         for name, tensor in _tensors(module) if waiting else ():
             if name in waiting:  # made on the first rank: sent tensor by tensor, of which each rank keeps its shard
                 made = self._built.pop(name)
@@ -198,10 +199,7 @@ class ShardSync(GradientSync):
 
     @override
     def finish_backward(self) -> None:
-        """Refuse parameters that took no part in the loss, or leave those without a gradient that no rank has used.
-
-        A step of manual optimization often trains some parameters only, the same on all ranks or not.
-        """
+        """Refuse parameters that took no part, or, as in manual optimization, leave unused ones without a gradient."""
         shards = self.shards
         shards.finish_backward()
         if not self._reduces:

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 
 
 class RankStep(StepContract):
-    """What a rank does in a step beside Lightning's part.
-
-    `evaluated` are the indices of the loader whose batch is evaluated, and of the global batch in it.
-    """
+    """What a rank does in a step beside Lightning's part."""
 
     def __init__(self, strategy: "RankStrategy") -> None:
         self._strategy = strategy
@@ -53,6 +50,7 @@ class RankStep(StepContract):
         self.metrics = RunMetrics()
         self._num_evaluated: Counter[int] = Counter()
         self.evaluated = 0, 0
+        """The loader whose batch is evaluated, and which of its global batches that is."""
         self._trainer: pl.Trainer
         self._module: pl.LightningModule
 
@@ -234,10 +232,7 @@ class RankStep(StepContract):
         return self.agree(loss) if whole is None or loss is None else torch.full_like(loss.detach(), float(whole))
 
     def agree(self, value: Any) -> Any:
-        """What the global batch has, of a number of each rank: what ranks with samples share, or their weighted mean.
-
-        Every rank must call it; None stays None.
-        """
+        """What ranks with samples share, or the weighted mean of their numbers; every rank must call it."""
         if value is None or self._strategy.world_size == 1:
             return value
         told: list[tuple[float, float]] = gather_objects((float(value), float(self.shares.scale)))

@@ -69,13 +69,7 @@ class WholeBatches:
         """Whether the step computes otherwise than when it was compared: on rank 0, or where all compute together."""
 
     def allow(self, view: GlobalView, make: Callable[[bool], GradientSync], **others: bool) -> None:
-        """Have steps see whole batches, or allow it where a module needs it.
-
-        Args:
-            view: what was asked for.
-            make: makes what computes them, each rank some rows of them or all.
-            **others: options with which ranks compute all rows, and whether they were given.
-        """
+        """Have steps see whole batches, or allow it; with one of `others` ranks compute all rows, not their own."""
         strategy = self._strategy
         strategy.global_view = view
         others |= {"recompute": strategy.recompute.is_on, "sync_batchnorm": strategy.syncs_batchnorm}

@@ -23,11 +23,7 @@ def wrap(result: Any, cut: Cut, strides: Sequence[int] | None = None) -> Any:
 
 
 def aligned(value: Any, cut: Cut, place: int) -> Any:
-    """This rank's part of a value: all of it, unless its dimension `place` has the length of the cut one.
-
-    Args:
-        place: counted from the last dimension, as -1.
-    """
+    """This rank's part of a value: all, unless its dimension `place`, from the last, has the length of the cut one."""
     dim = value.dim() + place if isinstance(value, Tensor) else -1
     if dim < 0 or value.shape[dim] != cut.length:
         return gathered(value)
@@ -51,12 +47,7 @@ def dims_of(rows: Tensor, named: dict[str, Any]) -> list[int]:
 
 
 def by_parts(op: Any, args: Sequence[Any], kwargs: dict[str, Any], lead: Any, dims: Sequence[int] = ()) -> Any:
-    """Compute an operation of this rank's parts of its tensors.
-
-    Args:
-        lead: the tensor whose cut it is; of others the dimension at its place, from the last, is cut.
-        dims: along which it computes.
-    """
+    """Compute an operation along `dims` of this rank's parts: of `lead`, and by its place, from the last, of others."""
     cut: Cut = lead.cut
     places, place = written(op), cut.dim - lead.dim()
     if places and not (places == (0,) and is_cut(args[0]) and args[0].cut == cut):
@@ -194,11 +185,7 @@ def view(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @lru_cache(4096)
 def _places(op: Any, rows: tuple[Any, ...], strides: tuple[int, ...], cut_dim: int, args: tuple[Any, ...]) -> Any:
-    """Where views have the cut dimension, which torch tells by its stride, and shapes and strides of all rows' views.
-
-    Returns:
-        A list of tuples (dimension, shape, strides), or None if a view has a part of the cut dimension at most.
-    """
+    """Where views have the cut dimension, told by its stride, with shapes and strides of all rows' views; or None."""
     mark = [int(dim == cut_dim) for dim in range(len(rows))]
     whole, marked = (flat([op(torch.empty_strided(rows, one, device="meta"), *args)]) for one in (strides, mark))
     found = list[Any]()
