@@ -57,11 +57,12 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 def _updates_plainly(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's, whose methods nobody has replaced."""
+    """Whether an optimizer is one of torch's, whose methods nobody has replaced, and no hook runs before its closure."""
     kind, own = type(optimizer), vars(optimizer)
     is_own = "step" in own and not getattr(own["step"], "_wrapped_by_lr_sched", False)  # schedulers wrap it to count
     known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
-    return known and not is_own and kind.zero_grad is _ZERO_GRAD and "zero_grad" not in own
+    has_hooks = optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+    return known and not (is_own or has_hooks) and kind.zero_grad is _ZERO_GRAD and "zero_grad" not in own
 
 
 def _backward(loss: Tensor) -> None:

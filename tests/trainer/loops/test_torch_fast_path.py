@@ -73,6 +73,20 @@ def test_what_comes_late_is_called(name: str) -> None:
     assert len(fitted(Stepped(late=late), log_every_n_steps=10).calls) == num_calls  # of 12 batches
 
 
+class Looks(Stepped):
+    """Its optimizer has a hook, registered before training, that looks at a gradient."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made[0][0].register_step_pre_hook(lambda *_: self.calls.append(int(self.layer.weight.grad is not None)))
+        return made
+
+
+@pytest.mark.parametrize("kind", [Trainer, pl.Trainer])
+def test_a_pre_hook_runs_before_the_closure_as_under_lightning(kind: type[pl.Trainer]) -> None:
+    assert fitted(Looks(), kind).calls == [0, *[1] * 11]  # the gradient of the step before
+
+
 def test_a_profiler_sees_step_and_zero_grad() -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     fitted(Stepped(late=lambda *_: profiler.start()))
