@@ -57,7 +57,7 @@ _BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 
 def _updates_plainly(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's, whose methods nobody has replaced, and no hook runs before its closure."""
+    """Whether an optimizer is one of torch's, with its own methods, and no hook that runs before its closure."""
     kind, own = type(optimizer), vars(optimizer)
     is_own = "step" in own and not getattr(own["step"], "_wrapped_by_lr_sched", False)  # schedulers wrap it to count
     known = kind in _INNERMOST and inspect.unwrap(kind.step) is _INNERMOST[kind]
