@@ -4,6 +4,7 @@ torchmetrics gathers states one by one, and those that are lists by their elemen
 of elements, or without samples, wait for one another, or abort. Here each rank sends all states of a metric at once.
 """
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -222,6 +223,7 @@ def _of_rank(forward: Callable[..., Any]) -> Callable[..., Any]:
                 value = no_value(str(exc))
         if isinstance(value, NoValue):
             metric._forward_cache = None
+            warnings.warn(value.reason, stacklevel=2)
         return value
 
     return called
