@@ -32,14 +32,9 @@ _ALMOST_ZERO = 1e-20
 
 
 class EarlyGradients:
-    """The gradients of one step.
+    """The gradients of one step, scaled by `loss_scale` meanwhile, so that those in half precision don't vanish.
 
-    Args:
-        parameters: those that may get gradients.
-        sizes: samples per micro-batch.
-        strategy: name that begins messages.
-        loss_scale: the gradient scaler's, of shape (), so that gradients in half precision don't vanish; None for 1.
-        unread: ids of the parameters whose gradients of the last step nobody reads any more.
+    `unread` are the ids of the parameters whose gradients of the last step nobody reads any more.
     """
 
     def __init__(

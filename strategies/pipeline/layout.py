@@ -13,6 +13,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..batch.layout import Attach, PartsLayout
@@ -37,18 +38,13 @@ from .stages import Stages
 
 @dataclass
 class StageLayout(PartsLayout):
-    """Runs every step through the stages, a training step in micro-batches.
-
-    Args:
-        devices: one per stage, the root device first; they may repeat and mix.
-        strategy: name that begins messages.
-        mean_over_ranks: averages a tensor, on the root device, over the processes that hold a copy; None for one.
-    """
+    """Runs every step through the stages, one per device, a training step in micro-batches."""
 
     devices: list[torch.device]
     options: StageOptions = field(default_factory=StageOptions)
     strategy: str = "model_parallel"
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Averages a tensor, on the root device, over the processes that hold a copy; None for one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,10 +88,8 @@ class StageLayout(PartsLayout):
             )
             self._gets_whole = True
             return
-        is_deterministic = self.options.deterministic
-        if is_deterministic is None:
-            is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if self.options.balance == "time" and is_deterministic:
+        is_free = self.options.deterministic is False or not torch.are_deterministic_algorithms_enabled()
+        if self.options.balance == "time" and not is_free:
             raise ConfigError(
                 "deterministic=true and balance=time: a measured cut is not the same in every run. Set "
                 "strategy.balance=memory, or deterministic=false."
@@ -200,7 +194,11 @@ class StageLayout(PartsLayout):
         ]
         optimized = [p for o in module.trainer.optimizers for group in o.param_groups for p in group["params"]]
         if self._clears is None:
-            self._clears = _clears_gradients(module)
+            self._clears = (
+                not hooked("on_before_zero_grad", module.trainer)
+                and not is_overridden("optimizer_zero_grad", module)
+                and all(type(unwrapped(o)).zero_grad is Optimizer.zero_grad for o in module.trainer.optimizers)
+            )
         unread = set(map(id, optimized)) if self._clears and module.trainer.accumulate_grad_batches == 1 else set[int]()
         scale = None if self._scaler is None else self._scaler.scale(torch.ones((), device=self.stages.meeting_device))
         parameters = {id(p): p for p in (*module.parameters(), *optimized)}.values()
@@ -215,30 +213,15 @@ class StageLayout(PartsLayout):
         return [size for size in super().sizes(num) if size]
 
 
-def _clears_gradients(module: pl.LightningModule) -> bool:
-    trainer = module.trainer
-    return (
-        not hooked("on_before_zero_grad", trainer)
-        and not is_overridden("optimizer_zero_grad", module)
-        and all(type(unwrapped(o)).zero_grad is torch.optim.Optimizer.zero_grad for o in trainer.optimizers)
-    )
-
-
 _FIRST, _LAST = 1, 4
 """Optimizer steps after which measuring begins and ends: the first one prepares memory and kernels."""
 
 
 class TimeBalance:
-    """Measures the forward passes of a module's parts for some steps, and then moves the cut, once.
-
-    Processes that hold a copy each cut alike, by the means of what they have measured.
-    """
+    """Measures the forward passes of a module's parts for some steps, and then moves the cut, on all ranks alike."""
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        stages: Stages,
-        mean_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        self, module: pl.LightningModule, stages: Stages, mean_over_ranks: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._module, self._stages, self._mean_over_ranks = module, stages, mean_over_ranks
         self._num_steps = 0

@@ -113,20 +113,19 @@ class MicroBatches:
     ) -> list[Any]:
         """Run one training step per micro-batch, and go backward with all but the last one to do so.
 
-        Args:
-            gradients: collects their gradients.
-            meet: called when all have been forward, before the first goes backward; None if they need not wait.
-
-        Returns:
-            Their results, in order. The error of the first one that fails names the micro-batch.
+        `meet` is called when all have been forward, before the first goes backward; None if they need not wait.
         """
         given = enumerate(zip(names, calls, strict=True))
         pieces = [
             Piece(self._layout.devices[0], name, partial(self._forward, i, call, gradients))
             for i, (name, call) in given
         ]
-        num_stages = self._num_stages(meet is not None)
-        order = launch_order("1f1b" if num_stages else "gpipe", len(pieces), num_stages or 1)
+        # under `gpipe` steps need not be interrupted: each device gets its work in the same order
+        options, num_stages = self._layout.options, 1
+        schedule: ScheduleName = "gpipe" if meet is not None else options.schedule
+        if schedule == "1f1b" and options.num_microbatches > 1 and self._state.may_alternate():
+            num_stages = self._layout.num_stages
+        order = launch_order(schedule, len(pieces), num_stages)
         if num_stages == 1 and self._state.is_known and all(map(is_accelerator, self._layout.devices)):
             # these are at work on several micro-batches if all are launched before the first goes backward; gradients
             # are added in the same order as in the first step, which is watched
@@ -163,17 +162,6 @@ class MicroBatches:
         self.logs.metrics.close()
         if self._pool is not None:
             self._pool.shutdown()
-
-    def _num_stages(self, meets: bool) -> int:
-        """The stages that `1f1b` tells apart, one where steps are not interrupted; 0 for `gpipe`.
-
-        Under `gpipe` they need not be: each device gets its work in the same order.
-        """
-        options = self._layout.options
-        if meets or options.schedule == "gpipe":
-            return 0
-        alternates = options.num_microbatches > 1 and self._layout.num_stages > 1 and self._state.may_alternate()
-        return self._layout.num_stages if alternates else 1
 
     def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
         is_first = not (number or self._state.is_known)

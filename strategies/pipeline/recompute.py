@@ -27,12 +27,7 @@ RecomputeOption: TypeAlias = Literal["never", "always", "except_last"] | Sequenc
 
 
 class Recompute:
-    """Recomputes activations of a module while it is installed.
-
-    Args:
-        option: which parts.
-        strategy: name that begins messages.
-    """
+    """Recomputes activations of a module while it is installed."""
 
     def __init__(self, option: RecomputeOption, strategy: str) -> None:
         self.option: RecomputeOption = option if isinstance(option, str) else list(option)
@@ -62,11 +57,7 @@ class Recompute:
     def install(self, module: nn.Module, partition: object = "auto") -> None:
         """Have parts recomputed until `remove`, also in copies of the module, before it is placed, cut or copied.
 
-        Chosen are the parts that stages are made of, but for single layers of torch's, which keep little but their
-        input; `partition` says how stages will be cut (`StageOptions.partition`).
-
-        Raises:
-            ConfigError: the module has no such parts, or is compiled.
+        Chosen are the parts that stages are made of, by their `partition`, but for single layers of torch's.
         """
         self.remove()
         if not self.is_on:
@@ -109,7 +100,7 @@ class Recompute:
 
 
 def _keeps_little(part: nn.Module) -> bool:
-    """Whether a part is a single layer of torch's, or a list of modules, which has no forward."""
+    """Whether a part is a layer of torch's that keeps little but its input, or a list of modules without forward."""
     is_layer = type(part).__module__.startswith("torch.nn.modules") and not list(part.children())
     return type(part).forward is nn.Module.forward or (is_layer and not isinstance(part, nn.RNNBase))
 

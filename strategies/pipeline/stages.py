@@ -210,10 +210,7 @@ class Stages:
     def fed(self, chunk: Batch, ready: torch.Event | None = None) -> Generator[Batch]:
         """Copy a micro-batch that waits on the host; inside the block its tensors move as soon as they have arrived.
 
-        Stages of other micro-batches may be queued on the meeting device, for which they need not wait.
-
-        Args:
-            ready: the event after which what is on that device holds its values; None for the work queued so far.
+        They wait for `ready`, not for stages of other micro-batches that are queued on the meeting device.
         """
         leaves = tree_leaves(chunk)
         if any(leaf.is_cpu if isinstance(leaf, Tensor) else hasattr(leaf, "to") for leaf in leaves):

@@ -44,9 +44,7 @@ def owners(parameters: Sequence[Tensor], num_ranks: int) -> list[int]:
 class OptimizerShards:
     """Restricts an optimizer's step to the parameters that this rank owns, of which alone it keeps state.
 
-    Args:
-        gather: gathers an object of every rank on rank 0; the list is empty on the others.
-        strategy: name that begins messages.
+    `gather` gathers an object of every rank on rank 0; the list is empty on the others.
     """
 
     def __init__(

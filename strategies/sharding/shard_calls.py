@@ -119,7 +119,10 @@ class ShardCalls:
         if name == "equal" and (args[0].shape != args[1].shape or _cut_alike(given)):  # torch asks all ranks
             self._verify_together()
             return args[0].shape == args[1].shape and func(*args)
-        if _is_sum(name, [*args[1:], *kwargs.values()]) and _cut_alike(given):
+        plain = {"sum": (None, False), "norm": (1, 2, "fro", None, False)}.get(name.removeprefix("linalg_vector_"), ())
+        options = [*args[1:], *kwargs.values()]
+        # one number of a whole tensor, which can be made of its shards' numbers
+        if plain and all(one in plain and one is not True for one in options) and _cut_alike(given):
             self._verify_together()
             return func(*args, **kwargs).full_tensor()
         if name == torch._foreach_norm.__name__ and args[1:] in ((), (1,), (2,)) and _cut_alike(given, True):
@@ -169,14 +172,6 @@ def _cut_alike(tensors: list[Any], are_lists: bool = False) -> bool:
     if not all(isinstance(tensor, DTensor) and isinstance(tensor.placements[-1], Shard) for tensor in cut):
         return False
     return are_lists or len({(tensor.shape, tensor.placements, tensor.device_mesh) for tensor in cut}) == 1
-
-
-def _is_sum(name: str, options: list[Any]) -> bool:
-    """Whether a call makes one number of a whole tensor, which can be made of its shards' numbers."""
-    if name not in ("sum", "norm", "linalg_vector_norm"):
-        return False
-    plain = (None, False) if name == "sum" else (1, 2, "fro", None, False)
-    return all(option in plain and option is not True for option in options)
 
 
 def verify_plain(output: Any) -> None:

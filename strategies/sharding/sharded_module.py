@@ -52,10 +52,7 @@ class _Root(nn.Module):
 class ShardedModule:
     """Cuts the parameters of a module, which have the same values on all ranks, in place.
 
-    Args:
-        names: parts that are gathered one by one, each after the parts within it.
-        mesh: the ranks; two dimensions replicate over the first.
-        device: of this rank.
+    The parts in `names` are gathered one by one; a mesh of two dimensions replicates over the first.
     """
 
     calls: CallOrder | None = None
@@ -196,11 +193,7 @@ class ShardedModule:
                             optimizer.state[shard] = shard_entry(optimizer.state.pop(parameter), shard)
 
     def run(self, step: Callable[[], Any], backward_follows: bool) -> Any:
-        """Run a step, for which the root's own parameters are gathered.
-
-        Args:
-            backward_follows: keep them for a backward pass after the step, at whose end they are released.
-        """
+        """Run a step, for which the root's own parameters are gathered, until a backward pass ends if one follows."""
         self.release()
         if self.calls is not None:
             self.calls.begin((backward_follows, self._reduces))
@@ -283,10 +276,7 @@ class ShardedModule:
 
     @contextmanager
     def written(self) -> Generator[None]:
-        """Write to shards inside the block: what is gathered of them in a step goes there before, and follows after.
-
-        An optimizer writes many times, within one such block.
-        """
+        """Write to shards inside the block: what is gathered of them in a step goes there before, and follows after."""
         if not self.in_step or self._is_written:
             yield
             return
@@ -366,7 +356,13 @@ class ShardedModule:
             optimizer.state.update(states)
         self._conversion.remove()
         for part in self.module.modules():
-            _forget_sharding(part)
+            if isinstance(part, FSDPModule):
+                part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
+            for key in (REGISTRY_KEY, STATE_KEY):
+                vars(part).pop(key, None)
+            _module_state_mapping.pop(part, None)
+            for parameter in part.parameters(recurse=False):
+                vars(parameter).pop("_fsdp_orig_uid", None)
             for hooks in [value for key, value in vars(part).items() if key.endswith("_hooks")]:
                 for number in self._hooks:
                     hooks.pop(number, None)
@@ -382,17 +378,6 @@ def _unless_gathered(follow: Callable[..., None], module: nn.Module, *args: Any)
 
 def _leave(flatten_parameters: Callable[[], None]) -> None:
     """Leave weights where they are gathered."""
-
-
-def _forget_sharding(part: nn.Module) -> None:
-    """Give a module its own class again, and take away what `fully_shard` has noted on it and its parameters."""
-    if isinstance(part, FSDPModule):
-        part.__class__ = type(part).__bases__[1]  # `fully_shard` has made a class of both
-    for key in (REGISTRY_KEY, STATE_KEY):
-        vars(part).pop(key, None)
-    _module_state_mapping.pop(part, None)
-    for parameter in part.parameters(recurse=False):
-        vars(parameter).pop("_fsdp_orig_uid", None)
 
 
 def _refuse_unreduced(names: Sequence[str]) -> None:
