@@ -24,15 +24,29 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ..config.group_files import Source
-from ..config.plain_values import verify_all_read, verify_own_data, verify_plain
+from ..config.group_files import CONFIG_MODULE, Source, composition_sentence, verify_all_read, verify_own_data
+from ..config.plain_values import verify_plain
 from ..job.result import WorkerError
 from ..launch.cluster import detect_launcher, environment
 from ..study.sweep import show_unfinished
-from ._sentences import composition_sentence
 
-CONFIG_PACKAGE = "pkg://evener.conf"
 FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's variable by which errors are raised as they are."""
+
+FORMER = {
+    r"^(\+*)ckpt_path=": "resume=",  # lightning-hydra-template's
+    r"^(\+*checkpoint)\.async=": r"\1.background=",  # a keyword of Python
+    r"^(\+*strategy)\.verify_loss=": r"\1.verify=",
+}
+"""How options of earlier versions, and of others, are written now."""
+
+
+class PackageGroups(SearchPathPlugin):
+    """Has Hydra find, and `--help` list, this package's groups in every project."""
+
+    @override
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("evener", f"pkg://{CONFIG_MODULE}")
 
 
 def main(config_dir: str | Path | None = None, config_name: str = "train") -> None:
@@ -48,39 +62,31 @@ def main(config_dir: str | Path | None = None, config_name: str = "train") -> No
     replace_former_words()
     script_dir = Path(getattr(sys.modules["__main__"], "__file__", None) or ".").absolute().parent
     source = Source(None if config_dir is None else str(script_dir / config_dir), config_name)
+    wants_traceback = os.environ.get(FULL_ERROR, "0") == "1"
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a `_target_` next to the configuration is importable, however we were started
     try:
         if "--version" in sys.argv[1:]:
             sys.stdout.write(f"evener {version('evener')}\n")
         else:
-            run(source, config_name)
+            run(source, wants_traceback)
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as exc:
         show_unfinished()
-        if wants_traceback():
-            if isinstance(exc, WorkerError):
-                sys.stderr.write(exc.trace)
-            raise
-        end(exc, source)
+        if not wants_traceback:
+            end(exc, source)
+        sys.stderr.write(exc.trace if isinstance(exc, WorkerError) else "")
+        raise
     except KeyboardInterrupt:  # a second Ctrl-C, while the first one ends the run
-        if wants_traceback():
+        if wants_traceback:
             raise
         sys.exit(128 + signal.SIGINT)
     finally:
         gc.enable()
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a Ctrl-C while Python ends leaves no traceback
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
-
-
-FORMER = {
-    r"^(\+*)ckpt_path=": "resume=",  # lightning-hydra-template's
-    r"^(\+*checkpoint)\.async=": r"\1.background=",  # a keyword of Python
-    r"^(\+*strategy)\.verify_loss=": r"\1.verify=",
-}
-"""How options of earlier versions, and of others, are written now."""
 
 
 def replace_former_words() -> None:
@@ -93,21 +99,13 @@ def replace_former_words() -> None:
     sys.argv[1:] = words
 
 
-class PackageGroups(SearchPathPlugin):
-    """Has Hydra find, and `--help` list, this package's groups in every project."""
-
-    @override
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append("evener", CONFIG_PACKAGE)
-
-
-def run(source: Source, config_name: str) -> None:
+def run(source: Source, wants_traceback: bool) -> None:
     """Have Hydra compose the configuration, and run it, perhaps as one of a launcher's processes."""
-    reraises = wants_traceback()  # as asked, before Hydra is
 
     def job(cfg: DictConfig) -> float | None:
+        hydra_cfg = HydraConfig.get()
+        in_sweep = hydra_cfg.mode is RunMode.MULTIRUN
         try:  # before torch is imported, which takes most of the time of a refusal
-            hydra_cfg = HydraConfig.get()
             verify_plain(cfg)
             verify_all_read(cfg, OmegaConf.to_yaml(hydra_cfg))
             if not OmegaConf.is_missing(cfg.module, "_target_"):
@@ -117,20 +115,18 @@ def run(source: Source, config_name: str) -> None:
             if not gc.isenabled():  # the first job of a sweep: what later ones leave is to be collected
                 gc.freeze()
                 gc.enable()
-            return run_job(cfg, in_sweep())
+            return run_job(cfg, in_sweep)
         except Exception as exc:
-            if in_sweep():  # of which Hydra reports which job failed
-                raise
-            if reraises:
+            if in_sweep or wants_traceback:  # Hydra reports which job of a sweep failed
                 raise
             end(exc, source)
 
     def run_hydra() -> None:
         Plugins.instance().register(PackageGroups)
-        path = source.config_dir or CONFIG_PACKAGE
+        path = source.config_dir or f"pkg://{CONFIG_MODULE}"
         # Hydra re-raises exceptions, which are reported in one sentence here
         with environment({FULL_ERROR: "1"}):
-            hydra.main(version_base="1.3", config_path=path, config_name=config_name)(job)()
+            hydra.main(version_base="1.3", config_path=path, config_name=source.config_name)(job)()
 
     sys.argv += source.named(overrides())[len(overrides()) :]
     if (started_by := detect_launcher()) is None:
@@ -140,11 +136,6 @@ def run(source: Source, config_name: str) -> None:
 
         gc.enable()
         run_under(started_by, run_hydra)
-
-
-def wants_traceback() -> bool:
-    """Whether errors are to be raised as they are."""
-    return os.environ.get(FULL_ERROR, "0") == "1"
 
 
 def end(exc: Exception, source: Source) -> NoReturn:
@@ -159,11 +150,6 @@ def end(exc: Exception, source: Source) -> NoReturn:
         sys.exit(f"Error: {sentence}")
     sys.stderr.write(f"Error: {sentence}\n")
     sys.exit(status)
-
-
-def in_sweep() -> bool:
-    """Whether this is a job of a multirun."""
-    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def overrides() -> list[str]:

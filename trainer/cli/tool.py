@@ -4,6 +4,7 @@ Nothing here needs torch or Lightning before a run does.
 """
 
 import argparse
+import re
 import runpy
 import shlex
 import shutil
@@ -11,7 +12,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from ..config.group_files import PACKAGE, first_sentence
+from ..config.group_files import PACKAGE, Source
 from ..job.result import new_table, print_table
 from . import main as command
 
@@ -90,10 +91,11 @@ def new(folder: Path) -> None:
 
 def strategies() -> None:
     """Print the table of strategies, those of a project in the current folder included."""
-    own = [command.Source(str(Path("conf").absolute()), "project")] if Path("conf/strategy").is_dir() else []
+    source = Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else PACKAGE
     table = new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
-    # in a clone of this project both are the same files
-    found = {name: source.text(f"strategy/{name}") for source in (PACKAGE, *own) for name in source.files("strategy")}
-    for name, text in found.items():
-        table.add_row(name, first_sentence(text))
+    for name in source.files("strategy"):
+        # the comment that the file opens with, up to its first full stop or command
+        comment = re.match(r"(?:# @.*\n)*((?:#(?!  ).*\n)*)", source.text(f"strategy/{name}"))
+        told = " ".join(line.lstrip("# ") for line in (comment[1] if comment else "").splitlines())
+        table.add_row(name, re.split(r"(?<=[a-z)\]\d])\.(?:\s|$)|: `", told)[0].strip(": "))
     print_table(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])

@@ -16,15 +16,12 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElas
 from ...strategies import ConfigError
 from ...strategies.distributed.processes import die_with_parent
 from ..config.checks import strategy_name, verify_config
-from ..config.group_files import CONFIG_MODULE, Source
-from ..config.plain_values import verify_own_data
-from ..job.earlier_run import module_of_run
+from ..config.group_files import Source, composition_sentence, incomplete, verify_own_data
 from ..job.result import DIVERGED, Result, show_summary
 from ..job.run import Run
+from ..job.start import module_of_run
 from ..launch import cluster
-from ..launch.cluster import detect_launcher
 from ..launch.launcher import launch
-from ._sentences import composition_sentence, incomplete
 
 ADVISORY_MODES = ("compare", "plan")
 """The modes that only advise and return no result."""
@@ -54,7 +51,7 @@ def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
         in_sweep: whether other jobs follow, also where the weights contain nan.
     """
     alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
-    if alone and detect_launcher() is not None:
+    if alone and cluster.detect_launcher() is not None:
         raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")
     if cfg.mode in ADVISORY_MODES:
         return advise(prepare(cfg))
@@ -114,22 +111,7 @@ def train(cfg: DictConfig) -> Result:
 
 
 def prepare(cfg: DictConfig) -> DictConfig:
-    """Return a checked and resolved copy of a configuration (`check`), and create its run directory."""
-    cfg = check(cfg)
-    folder = Path(cfg.run_dir).absolute()
-    cfg.run_dir = str(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "train.log").touch()
-    except OSError as exc:
-        raise ConfigError(
-            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
-        ) from exc
-    return cfg
-
-
-def check(cfg: DictConfig) -> DictConfig:
-    """Return a copy of a configuration with its interpolations resolved, or refuse the first mistake in it."""
+    """Return a checked copy of a configuration, its interpolations resolved, and create its run directory."""
     cfg = with_run_dir(cfg)
     for key in ("name", "log_dir"):
         if type(cfg[key]) is int:  # name=7
@@ -139,12 +121,19 @@ def check(cfg: DictConfig) -> DictConfig:
     if cfg.get("config") == "run":
         cfg.module = module_of_run(cfg)
     try:
-        resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
     except OmegaConfBaseException as exc:
         raise ConfigError(incomplete(cfg, exc)) from exc
-    assert isinstance(resolved, dict)
-    cfg = OmegaConf.create({str(key): value for key, value in resolved.items()})
     verify_config(cfg)
+    folder = Path(cfg.run_dir).absolute()
+    cfg.run_dir = str(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.log").touch()
+    except OSError as exc:
+        raise ConfigError(
+            f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
+        ) from exc
     return cfg
 
 
@@ -181,10 +170,10 @@ def compose(
     if isinstance(overrides, str):
         raise ConfigError(f"compose: overrides must be a list; got {overrides!r}. Use compose([{overrides!r}]).")
     source = Source(None if config_dir is None else str(Path(config_dir).absolute()), config_name)
-    if not source.text(config_name):
+    if config_dir is not None and not Path(config_dir, f"{config_name}.yaml").is_file():
         raise ConfigError(
-            f"compose: {config_dir or CONFIG_MODULE} has no {config_name}.yaml. Give the root configuration's name in "
-            "config_name and its directory in config_dir."
+            f"compose: {config_dir} has no {config_name}.yaml. Give the root configuration's name in config_name and "
+            "its directory in config_dir."
         )
     try:
         cfg = source.compose(source.named(overrides), return_hydra=True)

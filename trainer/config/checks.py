@@ -27,27 +27,21 @@ from ...strategies.core.options import HARMLESS, hints_of, verify_value
 from ...strategies.registry import num_processes
 from .plain_values import verify_not_gone, verify_plain, whole
 
-MADE_ELSEWHERE = {
-    "strategy": "strategy=<name>",
-    "logger": "logger=<name>, or logger=none",
-    "callbacks": "callbacks=<name>, or +callbacks.mine._target_=<class>",
-    "enable_checkpointing": "checkpoint=<name>, or checkpoint=none",
-}
+MADE_ELSEWHERE = ("strategy", "logger", "callbacks", "enable_checkpointing")
 """Arguments of the trainer that have their own config groups."""
 
 
 def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
-    """Check the values of a class's options against its constructor's annotations.
+    """Check the options of a class against its constructor's arguments, and their annotations.
 
     Only annotations of this project's and Lightning's classes are checked: others may be meant less strictly.
     """
-    if issubclass(cls, pl.Trainer):
-        for name in options.keys() & MADE_ELSEWHERE:
-            raise ConfigError(
-                f"{key}.{name} would be ignored: it has its own config group. Use {MADE_ELSEWHERE[name]}."
-            )
-    verify_names(key, options, cls)
+    for name in options.keys() & MADE_ELSEWHERE if issubclass(cls, pl.Trainer) else ():
+        group = "checkpoint" if name == "enable_checkpointing" else name
+        none = "" if name == "strategy" else f", or {group}=none"
+        raise ConfigError(f"{key}.{name} would be ignored: it has its own config group. Use {group}=<name>{none}.")
     parameters = annotations(cls)
+    verify_names(key, options, cls, parameters)
     for name, value in options.items():
         hint, default = parameters.get(name, (Any, ...))
         if (path := f"{key}.{name}") == "trainer.devices":
@@ -56,25 +50,26 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
             verify_value(path, whole(value), hint)
 
 
-def verify_names(key: str, options: Mapping[str, Any], cls: type) -> None:
+def verify_names(key: str, options: Mapping[str, Any], cls: type, annotated: Mapping[str, Any]) -> None:
     """Refuse options that a class's constructor does not take."""
     try:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a class that does not tell
         return
-    kinds = {parameter.kind for parameter in parameters.values()}
     given = [name for name in options if not (name.startswith("_") and name.endswith("_"))]
-    named = f"{cls.__module__}.{cls.__qualname__}"
     # of this project's strategies it is known what they take as `**options`
-    declared = annotations(cls) if hasattr(cls, "further_options") and cls.__module__.startswith("evener.") else {}
+    declared = annotated if hasattr(cls, "further_options") and cls.__module__.startswith("evener.") else {}
     known = list(dict.fromkeys([*(name for name in parameters if name != "options" or not declared), *declared]))
     unknown = [name for name in given if name not in known and options[name] not in HARMLESS.get(name, ())]
     for name in unknown:
         verify_not_gone(f"{key}.{name}")
-    if unknown and (declared or inspect.Parameter.VAR_KEYWORD not in kinds):
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown and (declared or not takes_any):
         takes = f" It takes {', '.join(known)}." if known else " It takes no options."
-        suggestion = did_you_mean(unknown[0], known, f"{key}.")
-        raise ConfigError(f"{key}.{unknown[0]} is not an option of {named}.{suggestion or takes}")
+        raise ConfigError(
+            f"{key}.{unknown[0]} is not an option of {cls.__module__}.{cls.__qualname__}."
+            f"{did_you_mean(unknown[0], known, f'{key}.') or takes}"
+        )
 
 
 def annotations(cls: type) -> dict[str, tuple[Any, Any]]:
@@ -198,11 +193,11 @@ def imported(key: str, target: str, kind: type = object, expected: str = "a clas
         verify_not_gone(target)
         told = f"{' '.join(str(exc).split())} (searched in {os.getcwd()} and the installed packages)"
         name, _, last = target.rpartition(".")
-        found: Any = sys.modules.get(name)
-        classes = [n for n, value in vars(found or type).items() if is_class(value) and issubclass(value, kind)]
+        names = vars(sys.modules.get(name, type)).items()
+        classes = [n for n, value in names if is_class(value) and issubclass(value, kind)]
         raise ConfigError(
             f"{key}._target_={target} can't be imported: {told}. Give the import path of {expected}."
-            f"{did_you_mean(last, classes, f'{name}.') if found else ''}"
+            f"{did_you_mean(last, classes, f'{name}.')}"
         ) from exc
 
 
@@ -214,14 +209,13 @@ def verify_nested(key: str, options: Any) -> None:
     children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
     for name, child in children:
         verify_nested(f"{key}.{name}" if key else str(name), child)
-    if not isinstance(options, dict) or "_target_" not in options:
-        return
-    found = imported(key, target := str(options["_target_"]))
-    if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
-        raise ConfigError(
-            f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "
-            "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."
-        )
+    if isinstance(options, dict) and "_target_" in options:
+        found = imported(key, target := str(options["_target_"]))
+        if not is_class(found) or found.__module__.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(
+                f"{key}._target_={target} is refused: it must be a class of an installed package or of your project. "
+                "Give a class (a module, optimizer, dataset, callback, logger, ...), not a function."
+            )
 
 
 def plain(value: Any) -> Any:
@@ -230,11 +224,7 @@ def plain(value: Any) -> Any:
 
 
 def instantiate(key: str, options: Any, **more: Any) -> Any:
-    """Instantiate the object of one config group; `more` arguments replace those of the same name.
-
-    Raises:
-        ConfigError: a constructor raised TypeError, ValueError, or one of Lightning's or our own errors.
-    """
+    """Instantiate the object of one config group; `more` arguments replace those of the same name."""
     try:
         return hydra.utils.instantiate(options, _convert_="all", _partial_=True)(**more)
     except (InstantiationException, TypeError, ValueError, MisconfigurationException) as exc:

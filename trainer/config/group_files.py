@@ -1,17 +1,24 @@
-"""Read configuration groups: this package's and those of a project, with the options that their files inherit."""
+"""Read configuration groups, this package's and a project's, and say in one sentence what can't be composed of them."""
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hydra
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from ...strategies.core.errors import ConfigError, did_you_mean, nearest
+from .plain_values import GONE
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable  # since Python 3.11
@@ -23,19 +30,21 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @dataclass(frozen=True)
 class Source:
-    """Where a command's configuration comes from.
-
-    Args:
-        config_dir: a project's own configuration directory, absolute; None: this package's only.
-    """
+    """Where a command's configuration comes from: a project's directory, absolute, and this package, or it alone."""
 
     config_dir: str | None = None
     config_name: str = "train"
 
     def compose(self, overrides: Sequence[str] = (), return_hydra: bool = False) -> DictConfig:
         """Compose the root configuration, as the command line does; `return_hydra` keeps the node `hydra`."""
-        with _no_other_hydra(), self._initialized():
-            return compose(self.config_name, overrides=list(overrides), return_hydra_config=return_hydra)
+        at = initialize_config_module if self.config_dir is None else initialize_config_dir
+        command_lines = GlobalHydra.instance().hydra  # there can be only one at a time
+        GlobalHydra.instance().clear()
+        try:
+            with at(self.config_dir or CONFIG_MODULE, version_base="1.3"):
+                return compose(self.config_name, overrides=list(overrides), return_hydra_config=return_hydra)
+        finally:
+            GlobalHydra.instance().hydra = command_lines
 
     def named(self, overrides: Sequence[str]) -> list[str]:
         """Add the name of a run that has another module than the package's default: `name=`, that of the module."""
@@ -48,9 +57,7 @@ class Source:
 
     def folders(self) -> "list[Traversable]":
         """The directories that hold groups, the first one found wins."""
-        if self.config_dir is None:
-            return [resources.files(CONFIG_MODULE)]
-        return [Path(self.config_dir), *map(_opened, self._search_path())]
+        return [*([Path(self.config_dir)] if self.config_dir else []), resources.files(CONFIG_MODULE)]
 
     def groups(self) -> list[str]:
         """Names of all groups that can be chosen, sorted."""
@@ -78,48 +85,12 @@ class Source:
         return found | own
 
     def with_option(self, group: str, option: str) -> list[str]:
-        """Names of the files of a group that have an option; sorted."""
-        return [name for name in self.files(group) if option in self.values(f"{group}/{name}")]
-
-    def _initialized(self) -> Any:
-        if self.config_dir is None:
-            return initialize_config_module(CONFIG_MODULE, version_base="1.3")
-        return initialize_config_dir(self.config_dir, version_base="1.3")
-
-    def _search_path(self) -> list[str]:
-        """What the root configuration lists under `hydra.searchpath`."""
-        root = None if self.config_dir is None else Path(self.config_dir) / f"{self.config_name}.yaml"
-        if root is None or not root.is_file():
-            return []
-        return [str(entry) for entry in OmegaConf.select(OmegaConf.load(root), "hydra.searchpath") or []]
-
-
-def _opened(entry: str) -> "Traversable":
-    """The directory that an entry of Hydra's search path names."""
-    scheme, _, place = entry.rpartition("://")
-    return resources.files(place.replace("/", ".")) if scheme == "pkg" else Path(place)
+        """How the files of a group that have an option are chosen: `group=name`."""
+        return [f"{group}={name}" for name in self.files(group) if option in self.values(f"{group}/{name}")]
 
 
 PACKAGE = Source()
 """This package's own configuration."""
-
-
-def first_sentence(text: str) -> str:
-    """The comment that a file opens with, up to its first full stop or command."""
-    comment = re.match(r"(?:# @.*\n)*((?:#(?!  ).*\n)*)", text)
-    told = " ".join(line.lstrip("# ") for line in (comment[1] if comment else "").splitlines())
-    return re.split(r"(?<=[a-z)\]\d])\.(?:\s|$)|: `", told)[0].strip(": ")
-
-
-@contextmanager
-def _no_other_hydra() -> Generator[None]:
-    """Put the command line's Hydra aside inside the block: there can be only one at a time."""
-    current = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = current
 
 
 def leaves(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,3 +100,103 @@ def leaves(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield from leaves(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
+
+
+def composition_sentence(exc: Exception, source: Source, overrides: Sequence[str]) -> str | None:
+    """Summarize an error of Hydra or OmegaConf in one sentence; None for any other."""
+    if isinstance(exc, MissingConfigException) and exc.options is not None and exc.missing_cfg_file:
+        group, _, option = exc.missing_cfg_file.rpartition("/")
+        suggestion = did_you_mean(option, exc.options, f"{group}=")
+        return f"{group}={option} is unknown. Choose one of: {', '.join(sorted(exc.options))}.{suggestion}"
+    frames = traceback.extract_tb(exc.__traceback__)
+    from_hydra = bool(frames) and frames[-1].filename.startswith(str(Path(hydra.__file__).parent))
+    if not (from_hydra or isinstance(exc, (CompactHydraException, OmegaConfBaseException))):
+        return None
+    told = next(line.strip().rstrip(".") for line in str(exc).splitlines() if line.strip())
+    if told.startswith("Config group override must be"):
+        return "A config group can't be null. Choose one of its options, such as logger=none or data=none."
+    if isinstance(exc, OverrideParseException):
+        return (
+            f"{exc.override} can't be parsed ({told}). Quote values that contain = , {{ }} or [ ], and protect the "
+            "quotes from the shell, such as \"name='a=b'\"."
+        )
+    if told.startswith("Ambiguous value"):
+        return f"{told}. For a list use brackets, as in key=[a,b]; for a sweep add -m."
+    if unknown := re.match(r"Could not override '([^']+)'", told):
+        with suppress(Exception):  # a file of `--config-dir`, which is not among those of the source
+            return _unknown_key(unknown[1], source, overrides)
+    return f"{told}. Run with --cfg job to print the configuration, or --help to list the groups."
+
+
+def _unknown_key(key: str, source: Source, overrides: Iterable[str]) -> str:
+    """Say what a key that does not exist may have meant; overrides that choose files decide which keys exist."""
+    if key in GONE:
+        return f"{key} is no longer there. {GONE[key]}"
+    groups = source.groups()
+    chosen = [word for word in overrides if word.partition("=")[0] in groups and "," not in word.partition("=")[2]]
+    cfg: Any = source.compose(chosen, return_hydra=True)
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    known = [*(key for key, _ in leaves(plain) if not key.startswith("hydra")), *groups]
+    (owner, _, last), (group, _, option) = key.rpartition("."), key.partition(".")
+    chosen_one = f"{group}={cfg.hydra.runtime.choices.get(group)}"
+    if option and chosen_one.endswith("=custom"):
+        value = next((word.partition("=")[2] for word in overrides if word.startswith(f"{key}=")), "...")
+        return f"{key} is an option of your own class, so it is not in {chosen_one}. Add it with +{key}={value}."
+    others = source.with_option(group, option.partition(".")[0]) if option else []
+    if others and chosen_one not in others:  # otherwise the unknown part comes later in the key
+        return f"{key} is not an option of {chosen_one}, but of {' and '.join(others)}."
+    siblings = [name for of, _, name in (k.rpartition(".") for k in known) if owner and of == owner]
+    if siblings:  # a long key is like any other of the same owner
+        found = (near := nearest(last, siblings)) and f"{owner}.{near}"
+    else:
+        found = next((k for k in known if k.rpartition(".")[2] == key), None) or nearest(key, known)
+    if found:
+        return f"{key} is unknown. Did you mean {found}?"
+    new = f"+{key}" if option else f"+module.{key}"
+    return (
+        f"{key} is unknown: neither a key nor a group. Run --help to list them; {new}=... adds an option to your class."
+    )
+
+
+def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
+    """Say which value is missing and how to set it, listing the group's files that have it."""
+    reason = str(exc).splitlines()[0]
+    if isinstance(exc, MissingMandatoryValue):
+        return f"The configuration is incomplete: {exc.full_key} has no value. Give {exc.full_key}=..."
+    missing = re.search(r"Interpolation key '(\w+)\.(\w+)' not found", reason)
+    if missing is None or not isinstance(cfg.get(missing[1]), DictConfig):
+        return f"The configuration is incomplete: {reason}. Set that key."
+    group, option = missing.groups()
+    given = str(cfg[group].get("_target_", group)).rpartition(".")[2]
+    choices = " or ".join(PACKAGE.with_option(group, option)) or f"a {group} that has it"
+    return (
+        f"{exc.full_key} reads {group}.{option}, which {given} does not have. Choose {choices}, or set {exc.full_key}."
+    )
+
+
+def verify_all_read(cfg: DictConfig, others: str) -> None:
+    """Refuse root keys that are neither in `conf/train.yaml`, nor groups, nor referred to by another value.
+
+    That is one of the configuration, which is not resolved, or of `others`, as YAML.
+    """
+    known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
+    text = OmegaConf.to_yaml(cfg) + others
+    for key in map(str, cfg):
+        if key not in known and not re.search(rf"\$\{{\.*{re.escape(key)}\b", text):
+            value = OmegaConf.to_container(cfg, resolve=False)[key]  # type: ignore[call-overload,index]
+            raise ConfigError(
+                f"{key} is read by nothing, so that it would change nothing. An option of your own class belongs to "
+                f"its group: +module.{key}={value} or +data.{key}={value}.{did_you_mean(key, known)}"
+            )
+
+
+def verify_own_data(choices: Mapping[Any, Any], words: Iterable[str]) -> None:
+    """Refuse an example's data, which no override chooses, for a module that is not an example's."""
+    module, data = choices.get("module"), choices.get("data")
+    own = module == "custom" or module not in PACKAGE.files("module")
+    chosen = data in ("custom", "none") or data not in PACKAGE.files("data")
+    if own and not chosen and not any(word.startswith(("data=", "data@", "experiment=")) for word in words):
+        raise ConfigError(
+            f"data={data} is the example's, and module={module} is yours. Give data=custom data._target_=<class>, "
+            f"data=none if the module has its own loaders, or data={data} to train on these."
+        )

@@ -1,9 +1,7 @@
 """Check the values of a configuration for which no class has to be imported, before torch is."""
 
-import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -11,7 +9,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ...strategies.core.errors import ConfigError, did_you_mean
 from ...strategies.core.options import GONE as GONE_OPTIONS
 from ...strategies.core.options import Advice, Count, Limit, Natural, NotNegative, Positive, verify_value
-from .group_files import PACKAGE
 
 MODES = ("fit", "validate", "test", "predict", "compare", "plan")
 
@@ -21,11 +18,6 @@ PRECISIONS: TypeAlias = Literal[
 ]  # fmt: skip
 """Lightning's words for `precision`."""
 
-
-def _or_null(hint: Any) -> Any:
-    return hint | None
-
-
 ROOT: dict[str, Any] = {
     "name": str,
     "log_dir": str,
@@ -34,14 +26,15 @@ ROOT: dict[str, Any] = {
     "notes": str | None,
     "devices": Annotated[int | str | list[int | str], Advice("Such as devices=2, devices=[cuda:0,cpu] or auto.")],
     "num_nodes": Count,
-    "precision": _or_null(Literal[64, 32, 16, PRECISIONS]),
-    "seed": _or_null(Annotated[int, Limit(">=", 0), Limit("<", 2**32)]),  # numpy's limit
+    "precision": Literal[64, 32, 16, PRECISIONS, None],
+    "seed": cast("Any", Annotated[int, Limit(">=", 0), Limit("<", 2**32)]) | None,  # numpy's limit
     "resume": str | None,
-    "config": _or_null(Literal["run"]),
+    "config": Literal["run", None],
     "compile": bool,
     "test_after_fit": bool,
     "monitor": str | None,
-    "device_memory_gb": _or_null(Positive),
+    "monitor_mode": Literal["min", "max"],
+    "device_memory_gb": cast("Any", Positive) | None,
     "compare.strategies": list[str] | None,
     "compare.steps": int,
     "compare.warmup_steps": int,
@@ -75,64 +68,28 @@ def verify_not_gone(name: str) -> None:
 
 
 def verify_plain(cfg: DictConfig) -> None:
-    """Refuse the first mistake in the root options.
-
-    Values that do not resolve are left to those who need them.
-    """
+    """Refuse the first mistake in the root options; values that do not resolve are left to those who need them."""
     if (mode := str(cfg.mode)) not in MODES:
         suggestion = did_you_mean(mode, MODES, "mode=")
         raise ConfigError(f"mode={mode} is unknown. Choose one of {', '.join(MODES)}.{suggestion}")
-    if cfg.monitor_mode not in ("min", "max"):
-        raise ConfigError(f"monitor_mode={cfg.monitor_mode} is unknown. Choose min or max.")
+    values: dict[str, Any] = {}
     for key, hint in ROOT.items():
-        if (value := _resolved(cfg, key)) is not ...:
-            verify_value(key, whole(value), hint)
-    if _resolved(cfg, "extras.enforce_tags") is True and not cfg.tags:
+        try:
+            value = OmegaConf.select(cfg, key, default=...)
+            values[key] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException:
+            continue
+        if value is not ...:
+            verify_value(key, whole(values[key]), hint)
+    if values.get("extras.enforce_tags") is True and not cfg.tags:
         raise ConfigError("tags=[] is refused by extras.enforce_tags=true. Give some, such as tags=[baseline].")
     for key in ("log_dir", "run_dir"):
-        if _resolved(cfg, key) == "":
+        if values.get(key) == "":
             raise ConfigError(f"{key} is empty. Give the path of a directory.")
-    path = Path(name := str(_resolved(cfg, "name")))
+    path = Path(name := str(values.get("name", "run")))
     if not path.parts or path.is_absolute() or ".." in path.parts:
         raise ConfigError(
             f"name={name!r} must be a relative path within log_dir. Give a name, or a path such as name=digits/mine."
-        )
-
-
-def _resolved(cfg: DictConfig, key: str) -> Any:
-    """A value as plain data; `...` if there is none, or if it does not resolve."""
-    try:
-        value = OmegaConf.select(cfg, key, default=...)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    except OmegaConfBaseException:
-        return ...
-
-
-def verify_all_read(cfg: DictConfig, others: str) -> None:
-    """Refuse root keys that are neither in `conf/train.yaml`, nor groups, nor referred to by another value.
-
-    That is one of the configuration, which is not resolved, or of `others`, as YAML.
-    """
-    known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
-    text = OmegaConf.to_yaml(cfg) + others
-    for key in map(str, cfg):
-        if key not in known and not re.search(rf"\$\{{\.*{re.escape(key)}\b", text):
-            value = OmegaConf.to_container(cfg, resolve=False)[key]  # type: ignore[call-overload,index]
-            raise ConfigError(
-                f"{key} is read by nothing, so that it would change nothing. An option of your own class belongs to "
-                f"its group: +module.{key}={value} or +data.{key}={value}.{did_you_mean(key, known)}"
-            )
-
-
-def verify_own_data(choices: Mapping[Any, Any], words: Iterable[str]) -> None:
-    """Refuse an example's data, which no override chooses, for a module that is not an example's."""
-    module, data = choices.get("module"), choices.get("data")
-    own = module == "custom" or module not in PACKAGE.files("module")
-    chosen = data in ("custom", "none") or data not in PACKAGE.files("data")
-    if own and not chosen and not any(word.startswith(("data=", "data@", "experiment=")) for word in words):
-        raise ConfigError(
-            f"data={data} is the example's, and module={module} is yours. Give data=custom data._target_=<class>, "
-            f"data=none if the module has its own loaders, or data={data} to train on these."
         )
 
 

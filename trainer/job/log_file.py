@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig
@@ -44,23 +44,20 @@ REDUNDANT = (
 )  # fmt: skip
 """Lightning's tips for other products, and lines that the start-up block replaces."""
 
+
 LIGHTNING_LOGGERS = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric", "lightning")
 
 
-# in Python 3.10 the class takes no parameter at run time
-_StreamHandler = logging.StreamHandler[Any] if TYPE_CHECKING else logging.StreamHandler
-
-
-class ConsoleHandler(_StreamHandler):
+class ConsoleHandler(logging.Handler):
     """Write to the `sys.stdout` of the moment: a progress bar replaces it, to keep lines above itself."""
-
-    def __init__(self) -> None:
-        super().__init__(sys.stdout)
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stdout
-        super().emit(record)
+        try:
+            sys.stdout.write(f"{self.format(record)}\n")
+            sys.stdout.flush()
+        except Exception:  # noqa: BLE001  # as the handlers of `logging`
+            self.handleError(record)
 
 
 @contextmanager
@@ -75,21 +72,16 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*", category=FutureWarning)
     root = logging.getLogger()
     hydras = [handler for handler in root.handlers if getattr(handler, "stream", None) is sys.stdout]
-    root.handlers[:] = [handler for handler in root.handlers if handler not in hydras]
-    added: list[logging.Handler] = []
-
-    def add(handler: logging.Handler, form: str) -> None:
-        handler.setFormatter(logging.Formatter(form))
-        root.addHandler(handler)
-        added.append(handler)
+    added: list[logging.Handler] = [ConsoleHandler()] if hydras or not root.handlers else []
+    root.handlers[:] = [*(handler for handler in root.handlers if handler not in hydras), *added]
 
     def add_file() -> None:
         logging.disable(logging.NOTSET)
         if not any(isinstance(handler, logging.FileHandler) for handler in added):  # of a rank that was forked from 0
-            add(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED), FORMAT)
+            added.append(logging.FileHandler(Path(run_dir) / LOG_FILE, encoding="utf-8", errors=ESCAPED))
+            added[-1].setFormatter(logging.Formatter(FORMAT))
+            root.addHandler(added[-1])
 
-    if hydras or not root.handlers:
-        add(ConsoleHandler(), "%(message)s")
     if rank == 0:
         add_file()
     else:
@@ -116,15 +108,9 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
 def report(
     cfg: DictConfig, rank: int, num_processes: int, cause: BaseException | str, num_restarts: int | None = None
 ) -> tuple[Result, bool]:
-    """Write a rank's failure to `train.log`; the first one of a run also to `result.json`.
+    """Write a rank's failure to `train.log`, a run's first one also to `result.json`; return it, and if it is that.
 
-    Args:
-        cause: what it raised; or, of a rank that was killed, and could not report that, how it ended, which is the
-            reason of the failures that others have reported.
-        num_restarts: None for what the launcher told this process.
-
-    Returns:
-        The failed result, and whether it is the first one; mostly that is the reason of the others.
+    `cause` is what the rank raised; or, of one that was killed, how it ended, which is the reason of others' failures.
     """
     if num_restarts is None:
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -158,13 +144,9 @@ def described(exc: BaseException) -> dict[str, Any]:
         exc = exc.__context__
     if (sentence := sentence_of(exc)) is not None:
         return {"reason": sentence, "refused": isinstance(exc, (ConfigError, MisconfigurationException))}
-    trace = "".join(traceback.format_exception(exc))
-    return {"reason": _last_line(exc), "trace": trace, "frames": users_frames(exc, "train.log has them")}
-
-
-def _last_line(exc: BaseException) -> str:
-    """The exception's name and text."""
-    return traceback.format_exception_only(exc)[-1 if isinstance(exc, SyntaxError) else 0].strip()
+    trace, lines = "".join(traceback.format_exception(exc)), traceback.format_exception_only(exc)
+    reason = lines[-1 if isinstance(exc, SyntaxError) else 0].strip()  # the exception's name and text
+    return {"reason": reason, "trace": trace, "frames": users_frames(exc, "train.log has them")}
 
 
 def sentence_of(exc: BaseException) -> str | None:
@@ -208,11 +190,7 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
 class Interrupted(SystemExit):
     """Exit because of a signal, with the status that shells expect: 128 + its number.
 
-    Args:
-        begun: whether training had begun, so that there is something to save.
-
-    Attributes:
-        told: whether it was said that nothing was trained.
+    `begun` says whether training had, so that there is something to save; else `told`, whether that was said.
     """
 
     def __init__(self, signum: int, begun: bool = True) -> None:
@@ -224,15 +202,12 @@ class Interrupted(SystemExit):
 def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
     """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
 
-    Whoever started several processes ends them at once where that is asked for; a single one does it here.
-
-    Args:
-        trainer: what trains; without one the process has nothing to save, and the first signal ends it at once.
+    Without a trainer the process has nothing to save, and the first signal ends it at once.
     """
 
     def stop(at_once: bool, signum: int, frame: FrameType | None) -> None:
         if not at_once:
-            if frame is None or trainer is None or not saves(trainer):  # nothing is lost by ending at once
+            if frame is None or trainer is None or not has_loop_begun(trainer):  # nothing is lost by ending at once
                 raise Interrupted(signum, begun=trainer is not None and trainer.global_step > 0)
             trainer._signal_connector._sigterm_notifier_fn(signum, frame)
         elif trainer is not None and trainer.world_size == 1:
@@ -246,7 +221,7 @@ def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
             raise Interrupted(requests.signum or told or signal.SIGTERM) from exc
 
 
-def saves(trainer: pl.Trainer) -> bool:
+def has_loop_begun(trainer: pl.Trainer) -> bool:
     """Whether the loop that would save and stop has begun."""
     by_step = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0  # Lightning's own trainer
     return trainer.state.fn == "fit" and bool(getattr(trainer.fit_loop, "takes_steps", by_step))

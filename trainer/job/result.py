@@ -27,10 +27,7 @@ PATIENCE_S = 2.0
 class WorkerError(RuntimeError):
     """A worker failed; the message contains its rank, the frames of the user's code, and the reason.
 
-    Args:
-        trace: the worker's whole traceback; empty if it left none.
-        rank: the worker's; None if no worker is at fault.
-        status: the exit status of the command.
+    `trace` is its whole traceback, if it left one, and `status` the exit status of the command.
     """
 
     def __init__(self, message: str, trace: str = "", rank: int | None = None, status: int = 1) -> None:
@@ -144,7 +141,7 @@ def discard_result(run_dir: str | Path) -> None:
 def write_json(outcome: Any, path: Path, mode: str = "w") -> None:
     """Write a dataclass as JSON; `mode` is that of `open`."""
     with path.open(mode, encoding="utf-8") as file:
-        file.write(json.dumps(asdict(outcome), indent=2) + "\n")
+        file.write(f"{json.dumps(asdict(outcome), indent=2)}\n")
 
 
 def short_path(path: str | None) -> str:
@@ -156,26 +153,19 @@ def environment(devices: Iterable[Any]) -> dict[str, Any]:
     """Versions, host, git commit and the names of devices of this process; for `result.json`."""
     from ...strategies.core.devices import device_model  # here, as a command that only reads results needs no torch
 
-    versions = {name: version(name) for name in ("evener", "torch", "pytorch-lightning")}
+    versions, git = {name: version(name) for name in ("evener", "torch", "pytorch-lightning")}, None
+    if any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
+        words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+        with suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+            commit, _, changed = done.stdout.strip().partition("-")
+            git = {"commit": commit, "clean": not changed}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "host": platform.node(),
         "devices": [platform.machine() if d.type == "cpu" else device_model(d) for d in devices],
-        "git": git_state(),
+        "git": git,
     }
-
-
-def git_state() -> dict[str, Any] | None:
-    """The commit of the current folder's repository, and whether its files are unchanged; None without one."""
-    if not any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents)):
-        return None
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    commit, _, changed = done.stdout.strip().partition("-")
-    return {"commit": commit, "clean": not changed}
 
 
 NOT_THEIRS = ("balance/", "device/", "lr-", "speed/")
@@ -246,8 +236,7 @@ def print_table(table: Table | None, lines: Iterable[str] = (), width: int = 120
     console = Console()
     if table is not None:
         if all(column.no_wrap for column in table.columns):
-            whole = console.measure(table, options=console.options.update(width=200)).maximum
-            console.width = max(console.width, whole)
+            console.width = max(console.width, 200)  # a table is no wider than its cells
         elif not (console.is_terminal or console.is_jupyter):
             console.width = width
         console.print(table)

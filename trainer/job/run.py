@@ -1,9 +1,7 @@
 """Run a job in one process: configuration → objects → fit, validate, test or predict → result."""
 
-import os
 import traceback
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +24,12 @@ from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint import Checkpoint
-from ..checkpoint.file_io import find_newest, good_or_newest
-from ..checkpoint.snapshots import move_to_disk, saved_in_memory
-from ..config.checks import AUTO, entries, instantiate, module_and_data, verify_target
+from ..checkpoint.snapshots import move_to_disk
+from ..config.checks import entries, instantiate, module_and_data, verify_target
 from ..loggers.tensorboard import TensorBoardLogger, hyperparameters
-from .earlier_run import OF_NAME, checkpoint_of_name, weights_that_fit
 from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
-from .tuning import with_batch_size, with_learning_rate
+from .start import checkpoint_folder, starting_checkpoint, with_batch_size, with_learning_rate
 
 
 @dataclass
@@ -53,13 +49,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as one of its processes executes it.
-
-    Args:
-        cfg: the resolved configuration; `run_dir` is the run's directory.
-        rank: this process's.
-        num_processes: over all nodes.
-    """
+    """A run of a resolved configuration, as the process of a rank executes it."""
 
     cfg: DictConfig
     rank: int = 0
@@ -108,40 +98,21 @@ def run(cfg: DictConfig) -> Result:
     if finders and finders != ["callbacks"]:
         cfg = with_learning_rate(cfg, [key.removeprefix("callbacks.") for key in finders], checkpoint)
     parts = build(cfg)
-    started_in = environment(node_devices(parts.trainer.strategy)) if parts.trainer.is_global_zero else {}
-    log_config(parts.trainer, cfg)
-    with graceful_stop(parts.trainer), weights_that_fit(checkpoint) if checkpoint else nullcontext():
+    trainer = parts.trainer
+    started_in = environment(node_devices(trainer.strategy)) if trainer.is_global_zero else {}
+    log_config(trainer, cfg)
+    with graceful_stop(trainer):
         metrics, predictions = work(parts, cfg, checkpoint)
-    result = replace(collect(parts, cfg, metrics, predictions), started_from=checkpoint, environment=started_in)
-    if parts.trainer.is_global_zero:
-        for logger in parts.trainer.loggers:
+    result = replace(collect(parts, cfg, metrics), predictions=predictions, started_from=checkpoint)
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 best = {} if result.monitored is None else {cfg.monitor: result.monitored}
                 logger.log_final_metrics(result.metrics | best)
                 logger.close()
+        result = replace(result, environment=started_in)
         result.write()
     return result
-
-
-def starting_checkpoint(cfg: DictConfig) -> str | None:
-    """Find the checkpoint to start from: after a restart the run's own newest, otherwise the one of `resume`."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if restarted or cfg.resume == AUTO:
-        # a run on one machine may have its snapshot in memory
-        newest = find_newest(cfg.run_dir, saved_in_memory(checkpoint_folder(cfg)) if cfg.num_nodes == 1 else None)
-        if newest is not None:
-            rank_zero_info(f"Restarted: continuing from {newest}")
-            return str(newest)
-    if cfg.resume in OF_NAME:
-        return str(checkpoint_of_name(cfg))
-    if cfg.resume in (None, AUTO):
-        return None
-    return str(good_or_newest(cfg.resume)) if cfg.mode == "fit" else cfg.resume
-
-
-def checkpoint_folder(cfg: DictConfig) -> str | None:
-    """The directory of the run's checkpoints, if it writes any."""
-    return (cfg.get("checkpoint") or {}).get("dirpath")
 
 
 def keep_snapshot(cfg: DictConfig) -> None:
@@ -183,29 +154,36 @@ def log_config(trainer: pl.Trainer, cfg: DictConfig, again: bool = False) -> Non
     """Send the hyperparameters to every logger, and the whole configuration as text to TensorBoard; on rank 0 only."""
     if survivors.own is not None and not again:
         survivors.own.when_first.append(partial(log_config, trainer, cfg, again=True))
-    if not trainer.is_global_zero:
-        return
-    for logger in trainer.loggers:
+    for logger in trainer.loggers if trainer.is_global_zero else ():
         logger.log_hyperparams(hyperparameters(cfg))
-        if isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, TensorBoardLogger) and not again:  # then it is in the file
             told = [*cfg.tags, *([cfg.notes] if cfg.notes else [])]
             for name, text in (("config", OmegaConf.to_yaml(cfg)), ("notes", "\n".join(told))):
-                if text and not again:  # then it is in the file
+                if text:
                     logger.log_text(name, text)
 
 
 def work(parts: Parts, cfg: DictConfig, checkpoint: str | None) -> tuple[dict[str, float], str | None]:
     """Run the trainer in the configured mode; return the final metrics, and the path of predictions, if any."""
     trainer, module, data = parts.trainer, parts.module, parts.data
-    if cfg.mode == "fit":
-        return fit(parts, cfg, checkpoint), None
-    if checkpoint is None:
+    if checkpoint is None and cfg.mode != "fit":
         rank_zero_info(f"mode={cfg.mode} without resume: the module keeps its initial weights.")
-    if cfg.mode == "predict":
-        outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        return {}, write_predictions(trainer, cfg.run_dir, outputs)
-    evaluate = trainer.validate if cfg.mode == "validate" else trainer.test
-    evaluate(module, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
+    try:
+        if cfg.mode == "fit":
+            return fit(parts, cfg, checkpoint), None
+        if cfg.mode == "predict":
+            outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+            return {}, write_predictions(trainer, cfg.run_dir, outputs)
+        evaluate = trainer.validate if cfg.mode == "validate" else trainer.test
+        evaluate(module, datamodule=data, ckpt_path=checkpoint, verbose=False, weights_only=True)
+    except RuntimeError as exc:
+        if checkpoint is None or "loading state_dict for" not in str(exc):
+            raise
+        _, *lines = [line.strip().rstrip(". ") for line in str(exc).splitlines() if line.strip()]
+        raise ConfigError(
+            f"resume={checkpoint} does not fit the module: {lines[0] if lines else exc}. Give the module the options "
+            "that it was trained with, or add config=run, which takes them from that run."
+        ) from exc
     return final_metrics(trainer), None
 
 
@@ -257,7 +235,7 @@ def write_predictions(trainer: pl.Trainer, run_dir: str, outputs: Any) -> str | 
     return str(path)
 
 
-def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], predictions: str | None) -> Result:
+def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float]) -> Result:
     """Assemble the result."""
     trainer, strategy, summary = parts.trainer, parts.trainer.strategy, parts.summary
     monitored, epoch, ranks = metrics.get(cfg.monitor), None, trainer.checkpoint_callback
@@ -269,6 +247,5 @@ def collect(parts: Parts, cfg: DictConfig, metrics: dict[str, float], prediction
         metrics, cfg.monitor, monitored, epoch, summary.global_batch, summary.samples_per_s, trainer.global_step,
         best_checkpoint=parts.best_checkpoint,
         last_checkpoint=getattr(ranks, "last_model_path", None) or parts.best_checkpoint,
-        predictions=predictions, peak_memory_mib=summary.peak_memory_mib,
-        status=DIVERGED if summary.diverged else FINISHED,
+        peak_memory_mib=summary.peak_memory_mib, status=DIVERGED if summary.diverged else FINISHED,
     )  # fmt: skip

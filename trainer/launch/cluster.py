@@ -123,14 +123,11 @@ def resolved_words(words: Sequence[str], cluster: "ClusterEnvironment") -> list[
     from ...strategies.distributed.store import is_hosted_by_agent
 
     matches = (re.fullmatch(r"num_nodes=['\"]?(\d+):(\d+)['\"]?", word) for word in words)
-    if (found := next(filter(None, matches), None)) is None:
+    found = next(filter(None, matches), None)
+    if found is None or not isinstance(cluster, TorchElasticEnvironment):  # others refuse a range as a number of nodes
         return list(words)
     least, most = map(int, found.groups())
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    if not isinstance(cluster, TorchElasticEnvironment):
-        raise ConfigError(
-            f"{found[0]} needs torchrun, whose agents start the workers anew. Give one number, or use it."
-        )
     if not least <= num_nodes <= most:
         raise ConfigError(
             f"{found[0]} allows {least} to {most} machines; torchrun has started {num_nodes}. Give torchrun the "

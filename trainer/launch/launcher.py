@@ -51,11 +51,7 @@ END_S = 10.0
 
 
 def launch(cfg: DictConfig) -> Result:
-    """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote.
-
-    Raises:
-        WorkerError: a worker failed, `launcher.max_restarts` times more than allowed; with its rank and traceback.
-    """
+    """Run the resolved job in as many processes as its strategy needs; with several the result is what rank 0 wrote."""
     started_by = detect_launcher()
     rank = started_by.global_rank() if started_by else 0
     with nullcontext() if rank else locked(Path(cfg.run_dir)):
@@ -81,11 +77,7 @@ def launch(cfg: DictConfig) -> Result:
 
 @contextmanager
 def locked(run_dir: Path) -> Generator[None]:
-    """Have the run directory to oneself inside the block. The system releases it with the process, however that ends.
-
-    Raises:
-        ConfigError: another command has it.
-    """
+    """Have the run directory to oneself in the block; the system releases it with the process, however that ends."""
     with (path := run_dir.absolute() / LOCK_FILE).open("a+", encoding="utf-8") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@ Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import length_hint
@@ -29,7 +29,6 @@ from ...strategies.core.types import Batch
 from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.plan import find_parts, tensors_of
 from ...strategies.pipeline.stages import Stages
-from ...strategies.sharding.optimizer_shards import owners
 from ..callbacks.utilization import silence
 from ._topology import StageMemory, Topology, sharded
 
@@ -128,10 +127,7 @@ class Finished(Exception):
 class SimulatedStrategy(SingleDeviceStrategy):
     """Trains with fake tensors, one optimizer step for each question about memory.
 
-    Args:
-        ask: creates the questions from the number of samples of the loader's batch.
-        topology: how the planned strategy spreads the module.
-        on_accelerator: whether to emulate accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
+    `on_accelerator` emulates accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
     """
 
     strategy_name = "simulated"
@@ -258,17 +254,12 @@ class SimulatedStrategy(SingleDeviceStrategy):
         """Return the memory of the last optimizer step per stage, and reset the counters."""
         parameters = list(module.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
+        values = (value for one in self.optimizers for state in one.state.values() for value in state.values())
+        states = [value for value in values if isinstance(value, Tensor)]
         taken: list[StageMemory] = []
         for memory, device in self._by_device():
             memory.gradients = self.tracker.size_of(*gradients, device=device)
-            memory.owned = [0] * self._topology.num_owners
-            for optimizer in self.optimizers:
-                own = [p for group in optimizer.param_groups for p in group["params"]]
-                for parameter, owner in zip(own, owners(own, len(memory.owned)), strict=True):
-                    values: Iterable[Any] = optimizer.state.get(parameter, {}).values()
-                    state = [value for value in values if isinstance(value, Tensor)]
-                    memory.owned[owner] += self.tracker.size_of(*state, device=device)
-            memory.optimizer = sum(memory.owned)
+            memory.optimizer = self.tracker.size_of(*states, device=device)
             held = memory.static + memory.batch
             extras = {name: getattr(memory, name) - held for name in ("forward", "backward", "update")}
             taken.append(replace(memory, **extras))

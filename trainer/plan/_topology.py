@@ -21,7 +21,6 @@ from ...strategies.pipeline.recompute import RecomputeOption
 from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import name_of
-from ...strategies.sharding.optimizer_shards import BUCKET_BYTES, MOST_BUCKETS
 from ...strategies.sharding.parts import ShardOptions
 from ..config.checks import plain
 
@@ -40,7 +39,6 @@ class Topology:
     buckets: int = 0  # copies of the gradients in DDP's buckets
     stages: StageOptions = field(default_factory=StageOptions)
     recompute: RecomputeOption = "never"
-    num_owners: int = 1  # ranks that share the optimizer's state
     num_shards: int = 1  # ranks that share all of the module
     shards: ShardOptions | None = None
     workspace: int = 0  # bytes of each device that its libraries keep
@@ -69,8 +67,7 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
         strategy.parallel_devices = [strategy.root_device] * num_devices
         return replace(spread, num_devices=1)
     if isinstance(strategy, DataParallelStrategy):
-        if strategy.replica_options.submodule is not None:
-            raise ConfigError(f"mode=plan does not support {name}.submodule. Use mode=compare, which measures.")
+        refuse(name, submodule=strategy.replica_options.submodule)
         strategy.parallel_devices = [torch.device("cpu")] * num_devices
         strategy.policy.verify(num_devices, name)
         return replace(spread, is_replicated=True, policy=strategy.policy)
@@ -83,13 +80,18 @@ def topology_of(strategy: Strategy, cfg: DictConfig) -> Topology:
     is_per_rank, policy = strategy.batch_size_is == "per_device", strategy.balance.policy
     spread = replace(spread, num_stages=num_stages, num_ranks=num_ranks, is_per_rank=is_per_rank, policy=policy)
     if not isinstance(strategy, FSDPStrategy):
-        buckets = 0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1
-        return replace(spread, buckets=buckets, num_owners=num_ranks if strategy.shard_optimizer else 1)
-    if strategy.shards.cpu_offload:
-        raise ConfigError("mode=plan does not support fsdp.cpu_offload. Use mode=compare, which measures.")
+        refuse(name, shard_optimizer=strategy.shard_optimizer)
+        return replace(spread, buckets=0 if strategy._ddp_kwargs.get("gradient_as_bucket_view") else 1)
+    refuse(name, cpu_offload=strategy.shards.cpu_offload)
     if num_ranks % strategy.shards.replicas:
         raise ConfigError(f"fsdp: {num_ranks} ranks don't divide into replicas={strategy.shards.replicas} groups.")
     return replace(spread, num_shards=num_ranks // strategy.shards.replicas, shards=strategy.shards)
+
+
+def refuse(strategy: str, **options: Any) -> None:
+    """Refuse options for which memory is not computed."""
+    for name in (name for name, value in options.items() if value):
+        raise ConfigError(f"mode=plan does not support {strategy}.{name}. Use mode=compare, which measures.")
 
 
 def count_devices(cfg: DictConfig) -> int:
@@ -146,7 +148,6 @@ class StageMemory:
     backward: int = 0
     update: int = 0
     gathered: int = 0  # parameters of other ranks that are gathered at one time
-    owned: Sequence[int] = ()  # the optimizer's state by the rank that keeps it, where ranks share it
 
     @property
     def static(self) -> int:
@@ -161,12 +162,6 @@ class StageMemory:
     def of_replica(self) -> "StageMemory":
         """The memory of a replica: no optimizer; gradients are sent after each step, so that forward finds none."""
         return replace(self, optimizer=0, forward=self.forward - self.gradients, update=self.backward)
-
-    def of_owner(self, owner: int) -> "StageMemory":
-        """The memory of a rank that keeps the optimizer's state of its own parameters (`shard_optimizer`)."""
-        own = self.owned[owner]
-        update = round(own / max(self.optimizer, 1) * max(0, self.update))
-        return replace(self, optimizer=own, update=max(update, min(self.parameters, MOST_BUCKETS * BUCKET_BYTES)))
 
 
 def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumulates: bool) -> StageMemory:

@@ -29,9 +29,6 @@ GB = 10**9
 MAX_SAMPLES = 2**24
 """Upper limit of the search, in samples."""
 
-MANY_GUESSES = 12
-"""Number of linear guesses before bisection takes over, since memory is not linear then."""
-
 
 @dataclass(frozen=True)
 class DevicePlan:
@@ -109,11 +106,7 @@ def size_text(size: float) -> str:
 
 
 def plan_memory(cfg: DictConfig) -> MemoryPlan:
-    """Compute the memory of each device for the configured strategy, and write it as `plan.json`.
-
-    Raises:
-        ConfigError: the strategy, or an operation of the training step, is not supported.
-    """
+    """Compute the memory of each device for the configured strategy, and write it as `plan.json`."""
     limit = cfg.get("device_memory_gb")
     with run_log(cfg.run_dir):
         topology = topology_of(instantiate("strategy", cfg.strategy), cfg)
@@ -173,8 +166,6 @@ class Planner:
         plans: list[DevicePlan] = []
         for copy, samples in enumerate(sizes):
             for memory in self._memory_of(samples):
-                if topology.num_owners > 1:
-                    memory = memory.of_owner(copy)
                 sent, peak = topology.buckets * memory.gradients, memory.peak
                 if not topology.is_replicated:
                     sent, peak = sent + memory.gathered, peak + sent
@@ -206,22 +197,12 @@ class Planner:
     def largest_batch(self, batch: int, device_bytes: float) -> Questions:
         """Return the largest batch that fits every device: 0 if no sample does, None if any number does.
 
-        Memory grows about linearly with samples, so each guess interpolates between known sizes. The result is
-        confirmed by a step that fits and a step with one more sample that does not.
+        It is doubled until it does not fit, and then bisected: a step fits, and one with one more sample does not.
         """
-        peaks: dict[int, int] = {}
-        fits, fails, guess = 0, MAX_SAMPLES + 1, batch
+        fits, fails = 0, MAX_SAMPLES + 1
         while fails - fits > 1:
+            guess = (fits + fails) // 2 if fails <= MAX_SAMPLES else min(max(batch, 2 * fits), MAX_SAMPLES)
             plans = yield from self.devices(guess)
-            peaks[guess] = max(plan.peak for plan in plans)
-            fits, fails = (guess, fails) if peaks[guess] <= device_bytes else (fits, guess)
-            if len(peaks) == 1:
-                guess *= 2
-            elif len(peaks) > MANY_GUESSES:
-                guess = (fits + fails) // 2
-            else:
-                (n, size), (m, other) = sorted(peaks.items(), key=lambda point: abs(point[1] - device_bytes))[:2]
-                slope = (other - size) / (m - n)
-                guess = int(n + (device_bytes - size) / slope) if slope > 0 else (fits + fails) // 2
-            guess = min(max(guess, fits + 1), max(fits + 1, fails - 1))
+            is_fit = max(plan.peak for plan in plans) <= device_bytes
+            fits, fails = (guess, fails) if is_fit else (fits, guess)
         return None if fits == MAX_SAMPLES else fits

@@ -12,7 +12,7 @@ from tiny import Tiny
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
-from evener.trainer.job.tuning import largest, with_batch_size
+from evener.trainer.job.start import largest, with_batch_size
 
 
 class Greedy(Tiny):

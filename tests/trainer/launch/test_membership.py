@@ -126,8 +126,7 @@ def test_a_range_of_machines_becomes_their_number_and_one_directory(monkeypatch:
         resolved_words(["num_nodes=1:2"], TorchElasticEnvironment())
     with pytest.raises(ConfigError, match=r"so it can't start from resume=last"):
         resolved_words([*words, "resume=last"], TorchElasticEnvironment())
-    with pytest.raises(ConfigError, match=r"num_nodes=1:4 needs torchrun"):
-        resolved_words(words, SLURMEnvironment(auto_requeue=False))
+    assert resolved_words(words, SLURMEnvironment(auto_requeue=False)) == words  # refused as a number
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(ConfigError, match=r"needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         resolved_words(words, TorchElasticEnvironment())
