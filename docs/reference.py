@@ -1,6 +1,6 @@
 """Show all options as the files in conf/ have them, for the documentation site's page on configuration."""
 
-from evener.trainer.config.group_files import PACKAGE
+from evener.trainer.config.composing import PACKAGE
 
 
 def files() -> str:

@@ -203,7 +203,7 @@ MISTAKES = [
     ),
     (
         " ".join(SCORED),
-        r"monitor=val/loss ranks the checkpoints, but validation logs val_loss\. Give monitor=val_loss\.$",
+        r"monitor=val/loss was not logged\. Logged so far: lr-SGD, val_loss\. Set monitor to one of these\.",
     ),
     ("module=char_lm", r"reads data\.max_length, which DigitsDataModule does not have. Choose data=char_lm, or"),
     ("trainer.max_epochs=${strategy.nope}", r"which SingleDeviceStrategy does not have. Choose a strategy that has"),

@@ -24,8 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from ...strategies.core.errors import ConfigError
-from ..config.group_files import CONFIG_MODULE, Source, composition_sentence, verify_all_read, verify_own_data
-from ..config.plain_values import verify_plain
+from ..config.composing import (
+    CONFIG_MODULE,
+    Source,
+    composition_sentence,
+    verify_all_read,
+    verify_own_data,
+    verify_plain,
+)
 from ..job.result import WorkerError
 from ..launch.cluster import detect_launcher, environment
 from ..study.sweep import show_unfinished

@@ -12,7 +12,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from ..config.group_files import PACKAGE, Source
+from ..config.composing import PACKAGE, Source
 from ..job.result import new_table, print_table
 from . import main as command
 

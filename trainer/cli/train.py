@@ -16,7 +16,7 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElas
 from ...strategies import ConfigError
 from ...strategies.distributed.processes import die_with_parent
 from ..config.checks import strategy_name, verify_config
-from ..config.group_files import Source, composition_sentence, incomplete, verify_own_data
+from ..config.composing import Source, composition_sentence, incomplete, verify_own_data
 from ..job.result import DIVERGED, Result, show_summary
 from ..job.run import Run
 from ..job.start import module_of_run

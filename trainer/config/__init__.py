@@ -1,5 +1,5 @@
 """Check a configuration and build what it names.
 
-Exports: checks, group_files, plain_values.
+Exports: checks, composing.
 May import: nothing else in the trainer.
 """

@@ -25,7 +25,7 @@ from ...strategies.core.errors import did_you_mean
 from ...strategies.core.lightning_names import verify_family
 from ...strategies.core.options import HARMLESS, hints_of, verify_value
 from ...strategies.registry import num_processes
-from .plain_values import verify_not_gone, verify_plain, whole
+from .composing import verify_not_gone, verify_plain, whole
 
 MADE_ELSEWHERE = ("strategy", "logger", "callbacks", "enable_checkpointing")
 """Arguments of the trainer that have their own config groups."""

@@ -29,7 +29,7 @@ from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
 from ...strategies.registry import process_devices
 from ..callbacks import RunSummary
 from ..config.checks import QUIET, LaunchPlan, plain, verify_config
-from ..config.group_files import PACKAGE
+from ..config.composing import PACKAGE
 from ..job.log_file import run_log
 from ..job.result import FAILED, RESULT_FILE, Result, discard_result, new_table, print_table, short_path, write_json
 from ..launch.launcher import begin, can_fork, launch, starting

@@ -18,7 +18,7 @@ from typing_extensions import override
 from ...strategies import ConfigError
 from ...strategies.core.errors import did_you_mean
 from ..config.checks import instantiate, plain, strategy_name
-from ..config.group_files import leaves
+from ..config.composing import leaves
 from ..job.log_file import run_log
 from ..job.result import DIVERGED, FAILED, Result
 from .sweep import Variant, show

@@ -14,7 +14,7 @@ import evener.conf
 from evener.strategies import STRATEGIES, ConfigError
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
-from evener.trainer.config.group_files import PACKAGE
+from evener.trainer.config.composing import PACKAGE
 from evener.trainer.job.run import build
 
 CONF = Path(next(iter(evener.conf.__path__)))
