@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,14 +52,7 @@ def is_first(cfg: DictConfig, rank: int, reason: str, num_processes: int = 1) ->
     return report(cfg, rank, num_processes, RuntimeError(reason))[1]
 
 
-def test_without_hard_links_the_first_rank_still_gives_the_reason(
-    tmp_path: Path, cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # exFAT, many network and FUSE file systems: result.json and the reason in train.log were both lost.
-    def no_links(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+def test_of_ranks_that_fail_at_once_one_gives_the_reason(tmp_path: Path, cfg: DictConfig) -> None:
     ranks, start = range(8), threading.Barrier(8)
 
     def fails(rank: int) -> bool:
