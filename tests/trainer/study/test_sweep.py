@@ -32,7 +32,7 @@ def test_a_real_multirun_leaves_table_and_comparable_runs(tmp_path: Path, monkey
     experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment  # as the HPARAMS tab reads it
     assert {info.name for info in experiment.hparam_infos} >= {"module/lr", "strategy"}
     assert "lr" not in [info.name for info in experiment.hparam_infos], "told once, as module/lr"
-    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss", "val/acc", "train/loss"]
+    assert {info.name.tag for info in experiment.metric_infos} == {"val/loss", "val/acc", "train/loss"}
 
 
 def test_a_sweep_ends_with_one_table_and_the_best_of_the_jobs_that_did_not_fail(
