@@ -15,16 +15,13 @@ from torch import Tensor
 
 from .errors import ConfigError
 
-_OUT_OF_MEMORY = (
-    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "MPS backend out of memory", "DefaultCPUAllocator",
-)  # fmt: skip
-"""What errors of libraries that allocate memory beside torch's own allocator say."""
+_OUT_OF_MEMORY = re.compile("CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|MPS backend out|DefaultCPUAllocator")
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
     """Whether an error says that a device's memory is exhausted: torch's own type, or a library's RuntimeError."""
-    of_a_library = isinstance(exc, RuntimeError) and any(text in str(exc) for text in _OUT_OF_MEMORY)
-    return isinstance(exc, torch.OutOfMemoryError) or of_a_library
+    is_librarys = isinstance(exc, RuntimeError) and _OUT_OF_MEMORY.search(str(exc)) is not None
+    return is_librarys or isinstance(exc, torch.OutOfMemoryError)
 
 
 @cache
@@ -117,8 +114,6 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-_NAME = re.compile(r"[a-z]+:?\d*")  # misspelt names match too, so that the error can quote them
-
 ALLOWED = "Give a count (devices=2), indices (devices=[0,1]), names (devices=[cuda:0,cpu]) or devices=auto"
 
 
@@ -133,18 +128,16 @@ def accelerator_type(accelerator: str) -> str:
         ConfigError: the accelerator is unknown, or this machine has none.
     """
     names = sorted(AcceleratorRegistry.available_accelerators())
-    if accelerator not in ("auto", "gpu", *names):
-        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of auto, gpu, {', '.join(names)}.")
     found = torch.accelerator.current_accelerator(check_available=True)
     present = None if found is None or found.type not in names else found.type
-    if accelerator == "auto":
+    if accelerator == "auto" or (accelerator == "gpu" and present is not None):
         return present or "cpu"
-    registered: Any = None if accelerator == "gpu" else AcceleratorRegistry[accelerator]["accelerator"]
+    registered: Any = AcceleratorRegistry[accelerator]["accelerator"] if accelerator in names else None
     if registered is not None and registered.is_available():
         return registered.get_parallel_devices(registered.parse_devices(1))[0].type
-    if registered is not None or present is None:
-        raise ConfigError(f"accelerator={accelerator}: this machine has no such device. Set accelerator=cpu or auto.")
-    return present
+    if registered is None and accelerator != "gpu":
+        raise ConfigError(f"accelerator={accelerator} is unknown. Choose one of auto, gpu, {', '.join(names)}.")
+    raise ConfigError(f"accelerator={accelerator}: this machine has no such device. Set accelerator=cpu or auto.")
 
 
 def for_lightning(accelerator: Any) -> Any:
@@ -170,42 +163,26 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     Raises:
         ConfigError: the count is not positive, or a device does not exist on this machine.
     """
-    if isinstance(devices, str) and devices not in ("auto", "-1"):
-        devices = [int(part) if part.isdigit() else part for part in devices.split(",")]
-        devices = devices[0] if len(devices) == 1 and isinstance(devices[0], int) else devices
-    if isinstance(devices, Sequence) and not isinstance(devices, str) and any(isinstance(d, str) for d in devices):
-        names = [str(name) for name in devices]
-        named = [_named_device(name) for name in names if not name.isdigit()]  # it says which one is not a device
-        if len(named) < len(names):
-            raise ConfigError(f"devices=[{','.join(names)}] has indices and names. Give names only, such as cuda:0.")
-        return named
+    given: Any = devices  # a configuration may hold anything
+    if isinstance(given, str) and given not in ("auto", "-1"):
+        words = given.split(",")
+        given = int(given) if given.isdigit() else [int(word) if word.isdigit() else word for word in words]
+    if isinstance(given, Sequence) and not isinstance(given, str) and any(isinstance(one, str) for one in given):
+        return [_named_device(str(name)) for name in given]
     kind = accelerator_type(accelerator)
     available = num_available(kind)
-    given: Any = devices  # a configuration may hold anything
     if given in ("auto", "-1", -1):
-        indices: Sequence[int] = range(available)
-    elif not isinstance(given, (int, Sequence)):
+        given = available
+    is_count = isinstance(given, int) and not isinstance(given, bool)
+    if not is_count and not isinstance(given, Sequence):
         raise ConfigError(f"devices must be a count, a list or 'auto'; got {given!r}. {ALLOWED}.")
-    elif isinstance(given, bool) or (isinstance(given, int) and given < 1):
+    indices = list(range(given)) if is_count else [int(index) for index in given]
+    if not indices:
         raise ConfigError(f"devices={given}: at least one device is needed. {ALLOWED}.")
-    elif isinstance(given, int):
-        if given > available and kind != "cpu":
-            raise ConfigError(
-                f"devices={given}: this machine has {available} of type {kind}. Give at most {available}."
-            )
-        indices = range(given)
-    else:
-        indices = [int(index) for index in given]
-        if kind == "cpu" and indices:
-            raise ConfigError(
-                f"devices={indices}: the CPU has no indices. Give a count (devices={len(indices)}) or names "
-                f"(devices=[{','.join(['cpu'] * len(indices))}])."
-            )
-        if not indices or any(not 0 <= index < available for index in indices):
-            raise ConfigError(
-                f"devices={indices}: expected indices of accelerators; this machine has {available} of type {kind}. "
-                f"{ALLOWED}."
-            )
+    if kind == "cpu" and not is_count:
+        raise ConfigError(f"devices={given}: the CPU has no indices. {ALLOWED}.")
+    if kind != "cpu" and any(not 0 <= index < available for index in indices):
+        raise ConfigError(f"devices={given}: this machine has {available} of type {kind}. {ALLOWED}.")
     return [torch.device("cpu") if kind == "cpu" else torch.device(kind, index) for index in indices]
 
 
@@ -214,9 +191,10 @@ def _named_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as exc:
         raise ConfigError(f"devices: {name!r} is not a device. {ALLOWED}.") from exc
-    if device.type != "cpu" and ":" not in str(device):
-        device = torch.device(device.type, 0)  # where tensors of `cuda` or `mps` are
-    if device.type != "cpu" and (device.index or 0) >= (available := num_available(device.type)):
+    if device.type == "cpu":
+        return device
+    device = torch.device(device.type, device.index or 0)  # where tensors of `cuda` or `mps` are
+    if device.index >= (available := num_available(device.type)):
         raise ConfigError(f"devices: {name} does not exist; this machine has {available} of type {device.type}.")
     return device
 
@@ -233,7 +211,7 @@ def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
     if isinstance(devices, str) and devices != "auto" and re.search("[a-z]", devices):  # of LightningCLI
         devices = [name.strip(" '\"") for name in devices.strip(" []").split(",")]
     names = [str(one) for one in devices] if isinstance(devices, (list, tuple)) else []
-    if not any(map(_NAME.fullmatch, names)):
+    if not any(re.search("[a-z]", name) for name in names):
         return {}
     if not hasattr(strategy, "parallel_devices") or isinstance(strategy, pl_strategies.ParallelStrategy):
         raise ConfigError(

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 class ConfigError(ValueError):
     """Raised, before the first step, for a request that can't be honoured.
 
-    The message is one sentence or two: what was given, what is allowed, what to do. `train.py` prints it without a
-    traceback; every other exception keeps its traceback.
+    The message says what was given, what is allowed and what to do. `train.py` prints it without a traceback.
     """
 
 
@@ -33,11 +32,7 @@ class PartsDiffer(ConfigError):
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:
-    """Refuse names that are not those of submodules.
-
-    Args:
-        option: the option that was given the names, as it begins the message.
-    """
+    """Refuse names that are not those of submodules; `option`, which was given them, begins the message."""
     known = [name for name, _ in module.named_modules() if name]
     for name in names:
         if name not in known:

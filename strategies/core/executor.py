@@ -22,12 +22,7 @@ def autocast_types() -> list[str]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Work for one device.
-
-    Args:
-        device: where it runs.
-        name: description used in errors, such as `chunk 1 of 3 (4 samples)`.
-    """
+    """Work for one device; errors name it: `chunk 1 of 3 (4 samples)`."""
 
     device: torch.device
     name: str
@@ -50,14 +45,7 @@ class Executor:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, pieces: Sequence[Piece], in_order: bool = False, context: "ThreadState | None" = None) -> list[Any]:
-        """Run all pieces.
-
-        Args:
-            in_order: run them in the calling thread, one after the other, whatever the devices are.
-            context: the calling thread's state, if it was captured before.
-
-        Returns:
-            Their results, in order.
+        """Run all pieces, in the calling thread if they must run `in_order`; returns their results.
 
         Raises:
             Exception: the error of the first piece that failed; its message names the device and the chunk.
@@ -67,9 +55,6 @@ class Executor:
             threads = any(is_accelerator(piece.device) for piece in pieces)
         if in_order or len(pieces) == 1 or not threads:
             return [reraised(piece, context.run, piece) for piece in pieces]
-        return self._run_in_threads(pieces, context)
-
-    def _run_in_threads(self, pieces: Sequence[Piece], context: "ThreadState") -> list[Any]:
         queues: dict[object, list[int]] = {}
         for i, piece in enumerate(pieces):
             of_one_thread = piece.device if is_accelerator(piece.device) else i
@@ -84,9 +69,9 @@ class Executor:
             # one is started only where all others are at work
             self._pool = ThreadPoolExecutor(1024, thread_name_prefix="replica")
         given = zip(queues.values(), devices, map(current_stream, devices), strict=True)
-        threads = [self._pool.submit(work, *each) for each in given]
-        wait(threads)  # none may still run when an error is raised
-        results = {i: result for thread in threads for i, result in thread.result().items()}
+        futures = [self._pool.submit(work, *each) for each in given]
+        wait(futures)  # none may still run when an error is raised
+        results = {i: result for future in futures for i, result in future.result().items()}
         return [results[i] for i in range(len(pieces))]
 
     def shutdown(self) -> None:
@@ -117,28 +102,21 @@ class ThreadState:
     @contextmanager
     def entered(self, device: torch.device, stream: torch.Stream | None) -> Generator[None]:
         """Work on a device in another thread inside the block."""
+        kinds = {device.type, *(self._autocast if len(self._autocast) > 1 else ())}
         with (
             on_device(device, stream),
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
-            self.autocast_on({device.type, *(self._autocast if len(self._autocast) > 1 else ())}),
-            self._in_modes(),
+            self.autocast_on(kinds),
+            ExitStack() as modes,
         ):
+            for mode in self._modes:
+                overrides._push_mode(mode)
+                modes.callback(overrides._pop_mode)
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+                modes.callback(_python_dispatch._pop_mode, getattr(mode, "_mode_key", None))
             yield
-
-    @contextmanager
-    def _in_modes(self) -> Generator[None]:
-        for mode in self._modes:
-            overrides._push_mode(mode)
-        for mode in self._dispatch_modes:
-            _python_dispatch._push_mode(mode)
-        try:
-            yield
-        finally:
-            for mode in reversed(self._dispatch_modes):
-                _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
-            for _ in self._modes:
-                overrides._pop_mode()
 
     @contextmanager
     def autocast_on(self, kinds: Iterable[str]) -> Generator[None]:
@@ -151,15 +129,10 @@ class ThreadState:
 
 
 class Turns:
-    """A piece of work in a thread of its own, which runs only while another one waits for it.
-
-    Args:
-        state: what torch knows of the thread that waits.
+    """A piece of work in a thread of its own, with the `state` of the one that waits for it; only one of both runs.
 
     Attributes:
-        is_done: whether it has ended.
-        result: what it has returned.
-        error: with what it has failed; None if it has not.
+        is_done: whether it has ended, with a `result`, or with an `error`.
     """
 
     def __init__(self, piece: Piece, state: ThreadState) -> None:

@@ -70,22 +70,14 @@ def is_alive(pid: int) -> bool:
 
 
 def was_left(number: str) -> bool:
-    """Whether a file belongs to a process of this machine that has ended, by the process's number in the file's name.
-
-    Call it before this process writes such files: after a container's restart it may have the number of an earlier one.
-    """
+    """Whether a file belongs to an ended process, by the number in its name; ask before this one writes such files."""
+    # after a container's restart it may have the number of an earlier one
     return number.isdecimal() and (int(number) == os.getpid() or not is_alive(int(number)))
 
 
 @cache
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to Python, an installed package, or this project.
-
-    An environment may see the packages of another one, so that not all are where this interpreter installs its own.
-
-    Args:
-        filename: as in a code object or traceback.
-    """
+    """Whether a file of a code object or traceback belongs to Python, any environment's packages, or this project."""
     return filename.startswith(_libraries()) or not _INSTALLED.isdisjoint(PurePath(filename).parts)
 
 

@@ -2,15 +2,9 @@
 
 Lightning is published as `pytorch_lightning` (with `lightning_fabric`) and as `lightning.pytorch` (with
 `lightning.fabric`), with the same content but different classes, so that a module written for one is refused by the
-other's trainer. `unify` installs an import hook that loads one name as the very modules of the other:
-
-| imported before                                | the real package                                       |
-|------------------------------------------------|--------------------------------------------------------|
-| neither                                        | `pytorch_lightning` where it is installed              |
-| one of the two                                 | that one                                               |
-| both                                           | both; `verify_family` refuses objects of the other one |
-
-Their loggers are then one, too. `EVENER_LIGHTNING_ALIAS=0` leaves both names as they are.
+other's trainer. `unify` installs an import hook that loads one name as the very modules of the other: of what was
+imported before, else of `pytorch_lightning` where it is installed. Their loggers are then one, too. If both were
+imported before, both stay, and `verify_family` refuses objects of the other one; `EVENER_LIGHTNING_ALIAS=0` does so.
 
 `evener.trainer` loads this file without the rest of `strategies`, which imports torch: it must not import anything of
 this project.
@@ -46,32 +40,20 @@ def unify() -> None:
     standalone, unified = (not sys.modules.keys().isdisjoint(names) for names in (STANDALONE, STANDALONE.values()))
     if standalone and unified:
         return
+    aliases = {alias: real for real, alias in STANDALONE.items()}
     if unified or (not standalone and PathFinder.find_spec("pytorch_lightning") is None):
         aliases = STANDALONE
-    else:
-        aliases = {alias: real for real, alias in STANDALONE.items()}
     sys.meta_path.insert(0, _AliasFinder(aliases))
     for alias, real in aliases.items():
         logging.Logger.manager.loggerDict[alias] = logging.getLogger(real)
 
 
-def _real_name(name: str, aliases: dict[str, str]) -> str | None:
-    """The name of a module in the real package; None if it belongs to no alias."""
-    for alias, real in aliases.items():
-        if name == alias or name.startswith(f"{alias}."):
-            return real + name[len(alias) :]
-    return None
-
-
 def verify_version(installed: str | None = None) -> None:
-    """Refuse a version of Lightning whose Trainer this project can't extend.
-
-    Raises:
-        ImportError: the version is not among the supported ones.
-    """
+    """Refuse, by an ImportError, a version of Lightning whose Trainer this project can't extend."""
     version: str = installed or importlib.import_module("pytorch_lightning").__version__
     low, high = SUPPORTED
-    if not _numbers(low) <= _numbers(version) < _numbers(high):
+    least, found, most = ([*map(int, re.findall(r"\d+", text)[:3])] for text in (low, version, high))
+    if not least <= found < most:
         raise ImportError(
             f"Evener runs on pytorch-lightning (or lightning) >= {low} and < {high}, but {version} is installed. Run "
             f"pip install 'pytorch-lightning>={low},<{high}', in an environment of its own if another package requires "
@@ -79,19 +61,8 @@ def verify_version(installed: str | None = None) -> None:
         )
 
 
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
-
 def verify_family(*objects: object) -> None:
-    """Refuse objects whose class derives from the package of Lightning that this process does not use.
-
-    Args:
-        *objects: modules, data modules, callbacks, loggers, plugins, or classes of them; anything else passes.
-
-    Raises:
-        ConfigError: both packages were imported before the import hook was installed, or it is switched off.
-    """
+    """Refuse, by a ConfigError, objects or classes that derive from the package that this process does not use."""
     from .errors import ConfigError
 
     running: str = importlib.import_module("pytorch_lightning").__name__
@@ -118,11 +89,16 @@ class _AliasFinder(MetaPathFinder, Loader):
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases
 
+    def _real_name(self, name: str) -> str | None:
+        """The name of a module in the real package; None if it belongs to no alias."""
+        found = (alias for alias in self._aliases if name == alias or name.startswith(f"{alias}."))
+        return next((self._aliases[alias] + name[len(alias) :] for alias in found), None)
+
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if real := _real_name(fullname, self._aliases):
+        if real := self._real_name(fullname):
             is_there = fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None
         else:
             is_there = fullname == "lightning" and "lightning.pytorch" in self._aliases
@@ -131,7 +107,7 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if (real := _real_name(spec.name, self._aliases)) is None:
+        if (real := self._real_name(spec.name)) is None:
             return None
         module = importlib.import_module(real)
         spec.loader_state = module.__spec__
@@ -143,11 +119,11 @@ class _AliasFinder(MetaPathFinder, Loader):
         if spec.loader_state is not None:
             module.__spec__ = spec.loader_state
             return
-        vars(module)["__getattr__"] = _lightnings
+        vars(module)["__getattr__"] = _exported
         importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
         importlib.import_module("lightning.pytorch")
 
 
-def _lightnings(name: str) -> Any:
+def _exported(name: str) -> Any:
     """What `lightning` exports."""
     return getattr(importlib.import_module("lightning_fabric" if name == "Fabric" else "pytorch_lightning"), name)

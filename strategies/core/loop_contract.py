@@ -1,8 +1,6 @@
 """The contract between the loops and this project's strategies: what a strategy does beside Lightning's part.
 
-Lightning's `backward` and `optimizer_step` pass through five calls each. A strategy that only scales the loss before,
-or sums gradients after, need not send the loop through them: its `backward` is `run_backward`, and a loop that does
-Lightning's part itself calls the three methods below in its place.
+A loop that does Lightning's part of `backward` and `optimizer_step` itself calls these methods in their place:
 
     on_before_backward → scale_loss → the backward pass → finish_backward → on_after_backward
     on_before_optimizer_step → clipping → the optimizer's update → finish_step
@@ -40,11 +38,7 @@ class StepContract(Protocol):
         return False
 
     def accumulating(self, seen: bool) -> AbstractContextManager[Any]:
-        """Accumulate gradients on each rank inside the block, where nobody sees the difference.
-
-        Args:
-            seen: whether `on_after_backward`, which sees gradients, is defined.
-        """
+        """Accumulate gradients on each rank inside the block, unless they are `seen` (by `on_after_backward`)."""
         return nullcontext()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -77,10 +71,7 @@ class NothingToDo(StepContract):
 
 
 def run_backward(self: Any, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the backward pass of a loss as Lightning's `Strategy.backward` does, with what the contract adds.
-
-    It is the `backward` of a `Strategy` with a `StepContract`; further arguments are those of `Tensor.backward`.
-    """
+    """Run the backward pass of a loss as Lightning's `Strategy.backward` does, with what the contract adds."""
     module, plugin, contract = self.lightning_module, self.precision_plugin, self.contract
     self.pre_backward(closure_loss)
     loss = contract.scale_loss(plugin.pre_backward(closure_loss, module))

@@ -1,8 +1,7 @@
-"""Operations whose tensors are on several devices of a process run on one of them.
+"""Run operations whose tensors are on several devices of a process, which torch refuses, on one of them.
 
-Hooks move what a part of a module is called with. What a step computes between parts (a skip connection, a sum of
-losses, a parameter of the module itself), what optimizers and hooks compute of a module that is on several devices, and
-what replicas have left in lists, may have tensors of several devices, which torch refuses.
+Steps compute such between stages (a skip connection, a sum of losses), optimizers and hooks of a module that is on
+several devices, and epoch-end hooks of what replicas have left in lists.
 """
 
 from collections.abc import Callable, Generator, Sequence

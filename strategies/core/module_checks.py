@@ -30,10 +30,7 @@ def has_batchnorm(module: nn.Module) -> bool:
 
 
 def is_metric(part: nn.Module) -> TypeGuard[Metric]:
-    """Whether a module is a metric of torchmetrics.
-
-    `Metric` is an abstract class: for each new class of layers `isinstance` asks all of its 250 derived classes.
-    """
+    """Whether a module is a metric of torchmetrics; `isinstance` asks an abstract class's 250 derived ones."""
     return Metric in type(part).__mro__
 
 
@@ -68,12 +65,7 @@ def not_compiling() -> AbstractContextManager[Any]:
 
 
 def verify_takes_batches(trainer: pl.Trainer, who: str, instead: str) -> None:
-    """Refuse a module with a step that reads its own batches: they can't be cut, and their samples aren't counted.
-
-    Args:
-        who: name of the strategy, which begins the message.
-        instead: the alternative to suggest.
-    """
+    """Refuse a module with a step that reads its own batches, and suggest an alternative to the strategy `who`."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(trainer.lightning_module, step)  # None where a module leaves out a step of its base class
         if method is not None and is_param_in_hook_signature(method, "dataloader_iter", explicit=True):
@@ -121,11 +113,7 @@ def has_nan(module: torch.nn.Module) -> bool:
 
 
 def verify_takes_parts(module: nn.Module, who: str) -> None:
-    """Refuse metrics of torchmetrics that `update` can't give parts of a batch, though their states add up.
-
-    Args:
-        who: name of the strategy, each rank of which has a part.
-    """
+    """Refuse metrics whose states add up, but not those of the parts of a batch that the ranks of a strategy have."""
     for name, part in module.named_modules():
         reason = ""
         if getattr(part, "data_range", 0) is None and "min_target" not in getattr(part, "_defaults", {}):
@@ -146,9 +134,8 @@ def hooked(name: str, trainer: pl.Trainer, by_user: bool = False) -> bool:
     )
 
 
-_BATCH_HOOKS = tuple(
-    f"on_{stage}_batch_{when}" for stage in ("train", "validation", "test", "predict") for when in ("start", "end")
-)
+_STAGES = ("train", "validation", "test", "predict")
+_BATCH_HOOKS = tuple(f"on_{stage}_batch_{when}" for stage in _STAGES for when in ("start", "end"))
 _TRANSFER_HOOKS = ("transfer_batch_to_device", "on_after_batch_transfer")
 _OWN = ("evener.", "pytorch_lightning.", "lightning.pytorch.")
 """Packages whose hooks are known to read no more of a batch than its sizes, and to compute no gradients."""
@@ -160,12 +147,7 @@ def is_users(hook: Any) -> bool:
 
 
 def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[str], None]) -> torch.device:
-    """Choose where a batch waits until it is cut: on the host, unless a hook of the user's receives all of it.
-
-    Args:
-        device: where such a hook may use it.
-        tell: is told why it does not wait on the host.
-    """
+    """Choose where a batch waits until it is cut: on the host, or on the device if a user's hook receives all of it."""
     owners: list[tuple[Any, tuple[str, ...]]] = [
         (trainer.lightning_module, _BATCH_HOOKS + _TRANSFER_HOOKS),
         (getattr(trainer, "datamodule", None), _TRANSFER_HOOKS),
@@ -181,10 +163,7 @@ def resting_device(trainer: pl.Trainer, device: torch.device, tell: Callable[[st
 
 
 def recompute_weights(module: nn.Module) -> None:
-    """Compute the weights that torch's hooks set before each forward, of the parameters as they are.
-
-    A rank that has run no step of an evaluation has those from before the optimizer step: it would prune other weights.
-    """
+    """Compute the weights that torch's hooks set before each forward: pruning reads them where no step has run, too."""
     for layer in module.modules():
         for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, (BasePruningMethod, WeightNorm)):

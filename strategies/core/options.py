@@ -1,7 +1,6 @@
 """Declare in its annotation which values an option may have, and refuse all others in one sentence.
 
-The annotation of a constructor's argument, or of a dataclass's field, is the one declaration: objects that are made in
-Python check themselves by it (`checked`, `Options`), and a configuration is checked by it before anything is made.
+Objects check themselves by it (`checked`, `Options`), and a configuration is checked before anything is made.
 """
 
 import inspect
@@ -92,9 +91,8 @@ def checked(init: Init) -> Init:
         options = {_RENAMED.get(name, name): value for name, value in options.items()}
         hints, before = hints_of(init), getattr(self, "strategy_name", type(self).__name__)
         for name in GONE.keys() & options.keys():
-            if any(name in inspect.signature(kind.__init__).parameters for kind in type(self).__mro__):
-                continue
-            if options.pop(name) not in HARMLESS.get(name, ()):
+            is_taken = any(name in inspect.signature(kind.__init__).parameters for kind in type(self).__mro__)
+            if not is_taken and options.pop(name) not in HARMLESS.get(name, ()):
                 raise ConfigError(f"{before}: {name} is no longer there. {GONE[name]}")
         for name, value in (*zip(names, args, strict=False), *options.items()):
             verify_value(name, value, hints.get(name, Any) if name in names else Any, f"{before}: ")

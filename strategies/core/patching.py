@@ -27,8 +27,7 @@ MOST_ELEMENTS = 4096
 class Replacement:
     """Takes the place of a method of one object, until `remove`; copies of the object have their own method.
 
-    Args:
-        call: called instead, with the object's own method and the arguments.
+    It calls `call` with the object's own method and the arguments.
     """
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:

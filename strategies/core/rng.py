@@ -56,13 +56,10 @@ def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[No
 
 
 def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
-    """Derive a rank's own random streams from the common seed; rank 0, and its first device, keep the common ones.
+    """Derive the random streams of a rank and its devices from the common seed; those of the first of all keep it.
 
     Call it after the data are set up, because ranks must agree there (on a random split, for example).
     `torch.manual_seed` seeds all devices alike, so that replicas would draw the same dropout masks.
-
-    Args:
-        devices: the rank's, the root device first; they may repeat. Each accelerator has a stream of its own.
     """
     if rank:
         seeds = np.random.SeedSequence([torch.initial_seed() % 2**63, rank]).generate_state(6)

@@ -1,8 +1,7 @@
 """Copy tensors between accelerators beside their work: on streams of their own at both ends, ordered by events.
 
-torch copies between two of them on the current stream of the source, after a barrier between the current streams of
-both, so that the work of each waits for that of the other. Here only the copy waits for the source, and only what uses
-the copy waits for it:
+torch's own copy has the work of each wait for that of the other. Here only the copy waits for the source, and only what
+uses the copy waits for it:
 
     source   work ── event ─────────── more work
                        └─ outgoing: copy ┐
@@ -29,8 +28,9 @@ from .types import Batch
 _STREAMS: dict[tuple[torch.device, str], torch.Stream] = {}
 
 
-def copies_beside(source: torch.device, target: torch.device) -> bool:
-    """Whether copies from one device to another can run beside the work of both."""
+def _copies_beside(tensors: Sequence[Tensor], target: torch.device) -> bool:
+    """Whether copies of tensors of one device to another can run beside the work of both."""
+    source = tensors[0].device if tensors else target
     return source.type == target.type and source != target and has_streams(source)
 
 
@@ -47,15 +47,12 @@ def work_so_far(device: torch.device) -> torch.Event | None:
 def start_copy(
     tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
 ) -> tuple[list[Tensor], torch.Event | None]:
-    """Start copying tensors of one device to another.
-
-    Args:
-        ready: the event after which they hold their values; None for the work queued by this thread so far.
+    """Start copying tensors of one device to another, which are `ready` after an event, or this thread's work so far.
 
     Returns:
         The copies, and the event after which they have arrived: both are for `finish_copy`.
     """
-    if not tensors or not copies_beside(tensors[0].device, device):
+    if not _copies_beside(tensors, device):
         return [to_device(tensor, device) for tensor in tensors], None
     source = tensors[0].device
     outgoing, incoming = _stream(source, f"to {device}"), _stream(device, f"from {source}")
@@ -69,11 +66,7 @@ def start_copy(
 
 
 def from_host(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to a device; tensors on the host are pinned and copied beside the device's work.
-
-    The copy waits for nothing that is queued on the device. Launches return at once, so the next batch is on its way
-    while the device computes this one.
-    """
+    """Move a batch to a device; tensors on the host are pinned and copied while the device computes the last one."""
     if not has_streams(device):
         return move_data_to_device(batch, device)
     current, incoming = torch.accelerator.current_stream(device), _stream(device, "from the host")
@@ -133,15 +126,12 @@ def _stream(device: torch.device, name: str) -> torch.Stream:
 def cross(
     tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start moving tensors of one device to another, and their gradients back, beside the work of both if possible.
-
-    Args:
-        ready: the event after which they hold their values; None for the work queued by this thread so far.
+    """Start moving tensors, as `start_copy` does, and their gradients back, beside the work of both if possible.
 
     Returns:
         The tensors there, and a function that makes the work which follows wait for them.
     """
-    if not tensors or not copies_beside(tensors[0].device, device) or not all(map(is_plain, tensors)):
+    if not _copies_beside(tensors, device) or not all(map(is_plain, tensors)):
         return [to_device(tensor, device) for tensor in tensors], lambda: None
     arrivals: list[torch.Event | None] = []
     copies = list(_Crossing.apply(device, ready, arrivals, *tensors))
