@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.batch.structure import num_samples
-from ..strategies.core.devices import for_lightning, give_devices, is_out_of_memory, memory_bytes, peak_memory_bytes
+from ..strategies.core.devices import for_lightning, give_devices, is_out_of_memory, peak_memory_bytes
 from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import verify_value
@@ -132,7 +132,8 @@ def _out_of_memory(trainer: Any, text: str) -> DeviceOutOfMemory:
     if found := re.search(r"\[([^\[\]]+?),? on (\w+(?::\d+)?)\]$", text):  # a replica, named by the executor
         samples, device = found[1], torch.device(found[2])
     peak = peak_memory_bytes(device)
-    reached = "unknown" if peak is None else f"{peak / 2**30:.1f} of {memory_bytes(device) / 2**30:.1f} GiB"
+    total = 0 if peak is None else torch.accelerator.get_memory_info(device)[1]
+    reached = "unknown" if peak is None else f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB"
     return DeviceOutOfMemory(
         f"Out of memory on {device}, rank {trainer.global_rank}, in step {trainer.global_step}: {samples}, peak "
         f"{reached}. Make data.batch_size smaller and trainer.accumulate_grad_batches larger by the same factor, "

@@ -1,6 +1,5 @@
 """Hide the differences between the CPU and accelerators, and resolve `devices=` and `accelerator=` to them."""
 
-import math
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -104,11 +103,6 @@ def buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]
     yield from (bucket for bucket, _ in open_buckets.values())
 
 
-def memory_bytes(device: torch.device) -> float:
-    """Total memory of a device in bytes; infinite where it is not counted, or shared with everything else (CPU)."""
-    return float(torch.accelerator.get_memory_info(device)[1]) if has_streams(device) else math.inf
-
-
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as one row of bytes; of one element the strides may be anything."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -168,7 +162,9 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
         words = given.split(",")
         given = int(given) if given.isdigit() else [int(word) if word.isdigit() else word for word in words]
     if isinstance(given, Sequence) and not isinstance(given, str) and any(isinstance(one, str) for one in given):
-        return [_named_device(str(name)) for name in given]
+        names = [str(name) for name in given]
+        named = {name: _named_device(name) for name in sorted(names, key=str.isdigit)}  # it says which one is none
+        return [named[name] for name in names]
     kind = accelerator_type(accelerator)
     available = num_available(kind)
     if given in ("auto", "-1", -1):
@@ -176,7 +172,8 @@ def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str =
     is_count = isinstance(given, int) and not isinstance(given, bool)
     if not is_count and not isinstance(given, Sequence):
         raise ConfigError(f"devices must be a count, a list or 'auto'; got {given!r}. {ALLOWED}.")
-    indices = list(range(given)) if is_count else [int(index) for index in given]
+    listed: Any = range(given) if isinstance(given, int) else given
+    indices = [int(index) for index in listed]
     if not indices:
         raise ConfigError(f"devices={given}: at least one device is needed. {ALLOWED}.")
     if kind == "cpu" and not is_count:

@@ -120,16 +120,13 @@ def _follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) ->
     with torch.inference_mode(False), torch.enable_grad(), as_they_were:
         if has_streams(root):
             parameters = _Arrival.apply(*parameters)
-        made = Copies.apply(root, len(parameters), *parameters, *given)
+        made = _Copies.apply(root, len(parameters), *parameters, *given)
     for node in {copy.grad_fn for copy in made}:
         node._set_sequence_nr(2**63 - 1)  # the engine runs it as soon as it can
 
 
-class Copies(torch.autograd.Function):
+class _Copies(torch.autograd.Function):
     """Parameters of one dtype, and their copies, which have the same values already."""
-
-    reaches_root = True
-    """Whether gradients reach the root: those of a backward pass that a step makes itself stay apart."""
 
     @staticmethod
     def forward(ctx: Any, root: torch.device, num: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -143,23 +140,11 @@ class Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: dict[int, Tensor] = {}
-        if _is_asked_for(ctx) or Copies.reaches_root:
-            # the engine has had the stream of the first accelerator among the copies' wait for all gradients
-            ready = work_so_far(ctx.device)
-            for start in range(0, len(grad_outputs), ctx.num):
-                _add(sums, grad_outputs[start : start + ctx.num], ctx.root, ready)
+        # the engine has had the stream of the first accelerator among the copies' wait for all gradients
+        ready = work_so_far(ctx.device)
+        for start in range(0, len(grad_outputs), ctx.num):
+            _add(sums, grad_outputs[start : start + ctx.num], ctx.root, ready)
         return None, None, *map(sums.get, range(ctx.num)), *(None for _ in grad_outputs)
-
-
-def _is_asked_for(node: Any) -> bool:
-    """Whether the pass is one of `torch.autograd.grad`, in which nothing is added to a parameter's gradient."""
-    children = [child for child, _ in node.next_functions if child is not None]
-    if children[0].next_functions:
-        return _is_asked_for(children[0])
-    try:
-        return not any(map(torch._C._will_engine_execute_node, children))  # pyright: ignore[reportAttributeAccessIssue]
-    except RuntimeError:  # torch refuses to tell of a leaf that is asked for
-        return True
 
 
 class _Arrival(torch.autograd.Function):

@@ -33,10 +33,9 @@ from ..core.module_checks import (
     verify_takes_batches,
     verify_unscripted,
 )
-from ..core.patching import Replacement, replaced
+from ..core.patching import Replacement
 from ..core.side_streams import from_host
 from ..core.types import Batch, Chunk
-from ._parameter_copies import Copies
 from .replicas import Replicas
 
 _COMPILATIONS = 8
@@ -296,7 +295,7 @@ class ReplicaLayout(PartsLayout):
         lists = of_replicas(self.logs.modules, used, own) if is_evaluated else nullcontext()
         recording = self.logs.recording(values or self.reader.values, method, sizes, loader)
         meeting = Meeting(pieces, own)
-        with recording, lists, meeting, replaced(Copies, "reaches_root", False):
+        with recording, lists, meeting:
             outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
         self.has_met = meeting.has_met
         self._meets.setdefault(method, meeting.has_met)
