@@ -6,7 +6,7 @@
     python benchmarks/goodput.py --kills 9 --ranks 4 --restarts 9           # all ranks are started anew
     python benchmarks/goodput.py --ranks 4 --cost 5                         # steps without failures, with and without
 
-Each run of `train.py` is drawn from the seed, done once undisturbed, and once more while ranks kill
+Each run of `train.py` is drawn from the seed, done once undisturbed, and once more while ranks kill or freeze
 themselves (`goodput_module.py`). Compared: samples of each batch, weights and optimizers (1e-10, float64), metrics.csv
 (1e-9) and TensorBoard's points (1e-6, float32), each once. A recovery lasts from the kill to the first
 hook of the module in the new group, or process. Linux only.
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from goodput_module import KILL
+from goodput_module import KILL, STOP
 from survival_processes import become_reaper, end_all, wait_for_end
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
@@ -68,10 +68,10 @@ def drawn_plan(ranks: int, kills: int, dice: random.Random, doubles: float) -> l
         of_step = point not in ("validating", "saving", "between epochs", "epoch start", "after another")
         times = dice.randint(3, 36) if of_step else dice.randint(2, 5)
         delay_s = {"any": 0.03, "reduction": 0.01, "logging": 0.003, "after another": 0.2}.get(point, 0.0)
-        dice.random()  # the places of a seed stay what they were
+        signum = STOP if dice.random() < 0.15 else KILL
         plan.append(
             {"number": number, "rank": rank, "point": point, "times": times, "delay_s": dice.random() * delay_s,
-             "signal": KILL}
+             "signal": signum}
         )  # fmt: skip
     return plan
 
@@ -274,7 +274,7 @@ def fail(given: Any, home: Path) -> int:
         problem = problem or difference(whole, folder)
         fired = [one for one in plan if (folder / f"fired-{one['number']}").exists()]
         done += max(len(fired), 1)
-        at.update(one["point"] for one in fired)
+        at.update(("freeze at " if one["signal"] == STOP else "") + one["point"] for one in fired)
         found = recoveries(folder)
         seconds += found
         bad += bool(problem)

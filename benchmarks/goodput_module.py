@@ -1,4 +1,4 @@
-"""Train a module that kills its process at a given point, and writes down its samples, for `goodput.py`."""
+"""Train a module that kills or freezes its process at a given point, and writes down its samples, for `goodput.py`."""
 
 import faulthandler
 import json
@@ -171,4 +171,4 @@ class Killed(pl.LightningModule):
         return self._loader(21)
 
 
-KILL = int(signal.SIGKILL)
+STOP, KILL = int(signal.SIGSTOP), int(signal.SIGKILL)

@@ -70,6 +70,11 @@ class Board:
         return True
 
     @property
+    def armed(self) -> list[int]:
+        """The ranks without which the others can go on."""
+        return self.ranks(_ARMED)
+
+    @property
     def dead(self) -> list[int]:
         """The ranks that have died, without which the others go on."""
         return self.ranks(_DEAD)

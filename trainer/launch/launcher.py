@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".lock"
 """The file in a run directory that says who uses it."""
 
-END_S = 10.0
-"""Seconds that the others have to end after a worker has failed."""
+END_S, _FROZEN_S = 10.0, 0.1
+"""Seconds that the others have to end after a worker has failed, and between two looks at whether one is frozen."""
 
 
 def launch(cfg: DictConfig) -> Result:
@@ -168,6 +168,7 @@ class Workers(RankProcesses):
         """Of each rank of this attempt whether it has ended in order, and not by a signal or `os._exit`."""
         self._cfg, self._forks = cfg, forks
         self._board: Board | None = None
+        self._frozen, self._looked_s = set[int](), 0.0
 
     def run(self) -> int | None:
         """Run all ranks, and anew after a failure if that is allowed; return the one that failed first at last."""
@@ -228,6 +229,17 @@ class Workers(RankProcesses):
         else:
             time.sleep(min(self._poll_s, LOOK_S))
             self._board.assemble()
+        if time.monotonic() - self._looked_s > _FROZEN_S:
+            self._kill_frozen(left)
+
+    def _kill_frozen(self, left: Mapping[int, BaseProcess]) -> None:
+        """Kill ranks that were stopped (SIGSTOP) at two looks, for which the others wait, if the run goes on then."""
+        again, armed = self.attempt < self._cfg.launcher.max_restarts, self._board.armed if self._board else []
+        pids = {process.pid for rank, process in left.items() if process.pid and (again or rank in armed)}
+        before, self._frozen = self._frozen, set(filter(is_frozen, pids))
+        for pid in before & self._frozen:
+            os.kill(pid, signal.SIGKILL)
+        self._looked_s = time.monotonic()
 
     @property
     def has_begun(self) -> bool:
@@ -242,6 +254,13 @@ class Workers(RankProcesses):
             self.end(signal.SIGKILL)
         else:
             self.end(signum, self._cfg.launcher.shutdown_timeout_s)
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether a process is stopped (SIGSTOP); not known where there is no /proc."""
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def is_stop(status: int | None) -> bool:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks share mem
         ("--kills 1 --ranks 2 --seed 1 --restarts 1 --plan forward:6:1", "1"),  # points before it are shown once
     ],
 )
-def test_killed_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
+def test_killed_and_frozen_ranks_leave_samples_weights_and_curves_as_they_are(words: str, kills: str) -> None:
     ranks = () if "--ranks" in words else ("--ranks", "4")
     done = warm_python.run(PROGRAM, *ranks, *words.split(), timeout=550)
     table = dict(re.findall(r"^\| (.+) \| (.+) \|$", done.stdout, re.MULTILINE))
