@@ -98,7 +98,7 @@ class FSDPStrategy(RankStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return any(tensor.is_meta for tensor in self.module.parameters())
+        return self.sync.has_built  # asked before the layers are placed, and after it
 
     @override
     def _place(self, trainer: pl.Trainer) -> None:

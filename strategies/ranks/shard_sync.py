@@ -47,7 +47,7 @@ class ShardSync(GradientSync):
     def __init__(self, strategy: "RankStrategy", options: ShardOptions, find_unused: bool | None) -> None:
         super().__init__(strategy)
         self._options, self._finds_unused = options, find_unused
-        self._built = dict[str, Tensor]()
+        self._built, self.has_built = dict[str, Tensor](), False
         """What `configure_model` has made, by name, until it is cut."""
         self._shards: ShardedModule | None = None
         self._late: LateParameters | None = None
@@ -66,6 +66,7 @@ class ShardSync(GradientSync):
         with torch.device("cpu" if self._strategy.is_global_zero else "meta"):
             yield
         self._built = {name: tensor.detach() for name, tensor in _tensors(module) if id(tensor) not in before}
+        self.has_built = bool(self._built)
         apply_anew(module, lambda one: one if id(one) in before else torch.empty_like(one, device="meta"))
 
     def place(self, trainer: pl.Trainer) -> None:

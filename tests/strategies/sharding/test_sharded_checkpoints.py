@@ -74,6 +74,8 @@ def _train(
 ) -> Tensor:
     """Train for two epochs of four batches of all ranks, from a checkpoint, or saving one after every step."""
     module = options.pop("module", Odd)()
+    batches: list[int] = []
+    module.on_train_batch_start = lambda batch, batch_idx: batches.append(batch_idx)
     given = {name: options.pop(name) for name in ("replicas", "timeout_s") if name in options}
     ranked = {} if kind == "one" else {"batch_size_is": "global", "timeout_s": 60, **given}
     callbacks: list[Any] = [EMAWeightAveraging(decay=0.7)] if options.pop("averages", False) else []
@@ -84,6 +86,8 @@ def _train(
     trainer = quiet_trainer(STRATEGIES[kind](**ranked), num_ranks, **saving)
     torch.manual_seed(5)
     trainer.fit(module, DataLoader(Numbered(), 6), ckpt_path=source)
+    if source is None or source.stem != "last":
+        assert batches == [0, 1, 2, 3, 0, 1, 2, 3][0 if source is None else int(source.stem) :]
     return weights(module)
 
 
