@@ -18,10 +18,12 @@ from torchmetrics.wrappers import Running
 from typing_extensions import override
 
 from ..batch.exact.loss_reader import LossReader
-from ..batch.exact.verdict import Plan
+from ..batch.exact.verdict import Plan, Views
+from ..batch.exact.verifier import find_evaluated
 from ..batch.layout import STEPS, SingleLayout
 from ..batch.over_batch import among
 from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
+from ..batch.run_structures import dataloader_index
 from ..batch.structure import num_samples
 from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
@@ -192,8 +194,13 @@ class RankStep(StepContract):
         layout = self._strategy.layout
         if not self.stands_in():
             call = partial(layout.step, step, *args, **kwargs)
+            of_chunks = self._strategy.whole_batches.of_chunks
+            if layout.cuts_evaluation(step) and step == "predict_step":  # its batches are not cut over ranks
+                loader, views = dataloader_index(self._trainer, args[1:]), Views(ranks=False, chunks=True)
+                with of_chunks.where_needed(step):
+                    find_evaluated(self._strategy, views, step, loader, of_chunks.allowed, args=args)
             if layout.cuts_evaluation(step) or step == "predict_step":
-                return self._strategy.whole_batches.of_chunks.run(step, call)
+                return of_chunks.run(step, call)
             return self.reader.values.recorded(step, self.evaluated[0], self._module, call)
         with zero_weight_step(self._module, self.metrics, silent=True):
             getattr(self._module, step)(*args, **kwargs)

@@ -196,6 +196,9 @@ FOUND: dict[str, tuple[Spread, Case]] = {
         DDP, of(net="tracker", logs=CONSTANT)
     ),
     "the same with replicas": (REPLICAS, of(net="tracker", logs=CONSTANT)),
+    "predictions of replicas of ranks were joined without a look at how parts make them": (
+        REPLICAS, of(returns=Returns(predict="ragged"))
+    ),
     "parts of streams were not compared, so that what the convention cuts wrongly was cut": (
         DDP, of("unlabelled", kind="iterable_unsized", batch_size=2)
     ),
