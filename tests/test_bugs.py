@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,32 +125,6 @@ def test_workers_of_an_iterator_that_could_not_start_end_with_their_rank() -> No
     signal.signal(signal.SIGCHLD, before)
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
     del found
-
-
-class Asked(Dataset[int]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return index
-
-
-def test_a_rank_does_not_take_a_signal_to_its_data_worker_for_its_own() -> None:
-    # SIGTERM to a worker alone killed the rank after launcher.shutdown_timeout_s.
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write)
-    try:
-        own: Any = DataLoader(Asked(), num_workers=1, multiprocessing_context="fork")
-        assert [int(batch) for batch in start_workers(own, own._get_iterator)] == [0]
-        with suppress(BlockingIOError):
-            assert signal.SIGTERM not in os.read(read, 64)
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
 
 
 _forks_that_hang = mmap.mmap(-1, 1)

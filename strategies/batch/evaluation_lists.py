@@ -90,7 +90,8 @@ class EvaluationLists:
         self._hook.remove()
         self._hook, share = None, 1.0
         if trainer.sanity_checking:  # of what the whole evaluation appends
-            share = sum(map(float, trainer.num_sanity_val_batches)) / sum(map(float, trainer.num_val_batches))
+            whole = sum(map(float, trainer.num_val_batches))  # infinite, if a stream does not tell
+            share = sum(map(float, trainer.num_sanity_val_batches)) / whole or 1.0
         if self._gather is not None and not self._has_begun:  # of a rank without batches
             recompute_weights(trainer.lightning_module)
         self._take()

@@ -153,10 +153,9 @@ class RankGroup:
         places, missing = meet(store, f"meeting/{num}", own, self._num_ranks, place, self.timeout_s)
         if missing:
             where = "; ".join(f"rank {rank} did not arrive{heartbeat.where(rank)}" for rank in missing)
-            raise RankError(
-                f"rank {own} waited {self.timeout_s:g} s at {place!r}: {where}. All ranks must take part in collective "
-                "operations (saving a checkpoint, ending an epoch)."
-            )
+            all_take_part = "All ranks must take part in collective operations (saving a checkpoint, ending an epoch)."
+            told = all_take_part if rule == SAME_ORDER else rule
+            raise RankError(f"rank {own} waited {self.timeout_s:g} s at {place!r}: {where}. {told}")
         if apart := [f"rank {rank} is at {other!r}" for rank, other in enumerate(places) if other != place]:
             raise RankError(f"rank {own} waits at {place!r}, but {', '.join(apart)}. {rule}")
         for one in (own, *(() if own else ("all",))) if num > 2 else ():

@@ -173,9 +173,6 @@ FOUND: dict[str, tuple[Spread, Case]] = {
         Spread("model_parallel", 2, (("num_microbatches", 2),)), of("flat", kind="no_batching", batch_size=2)
     ),
     "an empty stream": (DDP, of(kind="iterable", num=1, drop_last=True, before="test", resume_after=1)),
-    "values by step waited for ranks that were there in the sanity check, but in no validation after it": (
-        DDP, of("one", kind="iterable", num_sanity_val_steps=2, after="fit", logs=(Log(where="eval", on_step=True),))
-    ),
     "of a step that is called twice only the last call's values were exchanged": (
         DDP, of(returns=Returns(train="sum"), optimization=Optimization(optimizer="twice"))
     ),

@@ -142,6 +142,7 @@ class Series:
     @staticmethod
     def of(entry: Entry, sync: _Sync, value: Tensor | Metric, loads: bool) -> "Series":
         """Make one of what `entry` returned, which it `loads`, or not; `value` is on its device, or its metric."""
+        entry = of_today(entry)
         reduction = {"reduce_fx": entry["reduce_fx"]} if entry["reduce_fx"] else {}
         meta = _Metadata(**entry["meta"], **reduction)
         meta.sync = sync
@@ -155,10 +156,19 @@ class Series:
         return own
 
 
+def of_today(entry: Entry) -> Entry:
+    """Read an entry that a checkpoint has; those of the first versions kept other names."""
+    if "sums" in entry:
+        return entry
+    state = entry["state"]
+    sums = {"value": state["value"], "weight": state.get("cumulated_batch_size", 0), "kind": entry["reduce_fx"]}
+    return {**entry, "sums": sums, "last": state.get("_forward_cache")}
+
+
 def on_other_ranks(ranks: Sequence[dict[str, Entry]], num_ranks: int) -> dict[str, Entry]:
     """Combine what several ranks had accumulated to what each of another number of them has to hold."""
     keys = dict.fromkeys(key for results in ranks for key in results)
-    return {key: _part([results[key] for results in ranks if key in results], num_ranks) for key in keys}
+    return {key: _part([of_today(results[key]) for results in ranks if key in results], num_ranks) for key in keys}
 
 
 def _part(entries: Sequence[Entry], num_ranks: int) -> Entry:
