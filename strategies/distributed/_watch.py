@@ -41,11 +41,12 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "timeout", "peer", 
 
 
 class Heartbeat(NamedTuple):
-    """Of a rank: the number of heartbeats, optimizer steps and places passed, and the line of the user's code."""
+    """Of a rank: numbers of heartbeats, optimizer steps, places passed and calls, and the line of the user's code."""
 
     num: int = 0
     step: int = 0
     passed: int = 0
+    calls: int = 0
     place: str = ""
 
 
@@ -168,7 +169,9 @@ class StopAgreement:
 
 
 class HeartbeatMonitor:
-    """Sends the heartbeats of this rank, whose optimizer steps `count_steps` returns, and reads those of the others."""
+    """Sends the heartbeats of this rank, and reads those of the others; `count_steps` and `count_calls` return how many
+    optimizer steps it has finished, and calls that ranks make in one order.
+    """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, stopping: StopAgreement, timeout_s: float) -> None:
         self.store: Any = store  # of which each thread has a connection of its own, as requests on one wait
@@ -176,6 +179,7 @@ class HeartbeatMonitor:
         self.beat_s = max(BEAT_S, num_ranks / BEATS_PER_S)
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
+        self.count_calls: Callable[[], int] = lambda: 0
         self._failed_at = ""
         self._main = threading.main_thread().ident or 0
         self._ended = threading.Event()
@@ -198,7 +202,8 @@ class HeartbeatMonitor:
                 if not RANK_FAILED.is_set() and store.check([_FAILED]):
                     RANK_FAILED.set()
                 last, place = self.beat, self._failed_at or self._place()
-                self.beat = Heartbeat(last.num + 1, self.count_steps(), self.stopping.num_passed, place)
+                done = self.count_steps(), self.stopping.num_passed, self.count_calls()
+                self.beat = Heartbeat(last.num + 1, *done, place)
                 store.set(f"beat/{self.rank}", json.dumps(self.beat))
                 num_here = num_here + 1 if (last.step, last.place) == (self.beat.step, place) else 0
                 if num_here == stuck and waits_natively():

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, Work, distributed_c10d
 from ..core.devices import is_accelerator, precise_dtype, scalar
 from ..core.patching import replaced
 from . import survivors
-from ._watch import HeartbeatMonitor, place_of
+from ._watch import HeartbeatMonitor, heartbeats, place_of
 from ._watch import StopAgreement as StopAgreement
 from .processes import give_up_groups, leave_group
 from .store import RANK_FAILED, RankError, another_connection, meet, root_store
@@ -143,14 +143,24 @@ class RankGroup:
         dist.all_reduce(total)
         return total / dist.get_world_size()
 
-    def wait(self, place: str, rule: str = SAME_ORDER) -> None:
-        """Wait until all ranks have reached this place of a run; an error names one that has not, or is at another."""
+    def wait(self, place: str, rule: str = SAME_ORDER, ahead: int | None = None) -> None:
+        """Wait until all ranks have reached this place of a run; an error names one that has not, or is at another.
+
+        Only a rank that won't come can have made as many calls as `ahead` says, see `HeartbeatMonitor`.
+        """
         if (heartbeat := self.heartbeat) is None:
             return
         store, own = self._store, self._rank
         self._num_waits += 1
         num = self._num_waits
-        places, missing = meet(store, f"meeting/{num}", own, self._num_ranks, place, self.timeout_s)
+
+        def verify_behind() -> None:
+            beats = [] if ahead is None else heartbeats(store, self._num_ranks)
+            gone = [rank for rank, beat in enumerate(beats) if beat.calls >= (ahead or 0)]
+            if gone and not store.check([f"meeting/{num}/all"]):  # it has not met this one
+                raise RankError(f"rank {own} waits at {place!r}, but rank {gone[0]} has gone on. {rule}")
+
+        places, missing = meet(store, f"meeting/{num}", own, self._num_ranks, place, self.timeout_s, verify_behind)
         if missing:
             where = "; ".join(f"rank {rank} did not arrive{heartbeat.where(rank)}" for rank in missing)
             all_take_part = "All ranks must take part in collective operations (saving a checkpoint, ending an epoch)."

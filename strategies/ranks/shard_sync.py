@@ -97,7 +97,9 @@ class ShardSync(GradientSync):
         strategy.setup_precision_plugin()
         self._at_end.callback(ShardCalls(self._shards, strategy.group.verify_together).close)
         self._shards.note = agreement.note  # each rank keeps a part of what it wrote
-        self._shards.calls = CallOrder(strategy.group.wait)
+        self._shards.calls = order = CallOrder(strategy.group.wait)
+        if strategy.group.heartbeat is not None:
+            strategy.group.heartbeat.count_calls = lambda: order.num
         self._at_end.callback(setattr, self._shards, "calls", None)
 
     @override

@@ -81,11 +81,12 @@ class CallOrder:
     about to call the same. A step like the last one communicates nothing.
 
     Args:
-        meet: waits for all ranks, which must come with the same name; its arguments are this, and a rule for errors.
+        meet: waits for all ranks, which must come with the same name; its arguments are this, a rule for errors, and
+            a number of calls that only a rank can have made that won't come.
     """
 
-    def __init__(self, meet: Callable[[str, str], None]) -> None:
-        self._meet = meet
+    def __init__(self, meet: Callable[[str, str, int], None]) -> None:
+        self._meet, self.num = meet, 0
         self._kind: Any = None
         self._orders: dict[Any, list[list[str]]] = {}
         """Of each kind of step, the orders that all ranks have had; the last one first."""
@@ -100,7 +101,7 @@ class CallOrder:
     def end(self) -> None:
         """End a step: the other ranks, too, must have called as much."""
         if len(self._now) < len(self._expected):
-            self._meet("the end of a step", RULE)
+            self._meet("the end of a step", RULE, self.num + 1)
         others = [order for order in self._orders.get(self._kind, ()) if order != self._now]
         self._orders[self._kind] = [self._now, *others[:7]]
         self._expected, self._now = [], []
@@ -110,9 +111,10 @@ class CallOrder:
         self._now.append(call)
         here = len(self._now)
         if self._expected[here - 1 : here] != [call]:
-            self._meet(call, RULE)
+            self._meet(call, RULE, self.num + 1)
             known = self._orders.get(self._kind, ())
             self._expected = next((order for order in known if order[:here] == self._now), [])
+        self.num += 1
 
 
 class InOrder:
