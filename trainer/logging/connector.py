@@ -196,9 +196,30 @@ class LeanLog(ModuleLog):
 
 
 def _log_dict(own: Callable[..., None], dictionary: Any, *args: Any, **options: Any) -> None:
-    """Log values by Lightning's method, without copying the states that metrics of a collection share."""
-    values = dict(dictionary.items(copy_state=False)) if type(dictionary) is MetricCollection else dictionary
+    """Log values by Lightning's method, without linking metrics of a collection anew in each call."""
+    values = dictionary
+    if type(dictionary) is MetricCollection and shares_states(dictionary):
+        renames = dictionary.prefix is not None or dictionary.postfix is not None
+        values = dictionary._to_renamed_dict() if renames else dictionary._modules
     own(values, *args, **options)
+
+
+def shares_states(collection: MetricCollection) -> bool:
+    """Whether the metrics of each group have the states of its first, as `update` leaves them.
+
+    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
+    an update.
+    """
+    metrics: Any = vars(collection)["_modules"]
+    if not collection._groups_checked or collection._state_is_copy:
+        return False
+    for group in collection._groups.values():  # loops, since generators take longer
+        first, *others = [vars(metrics[name]) for name in group]
+        for name in ("_update_count", *first["_defaults"]) if first["_defaults"] else ():
+            for other in others:
+                if other[name] is not first[name]:
+                    return False
+    return True
 
 
 @contextmanager
