@@ -1,16 +1,45 @@
-"""A launcher that is interrupted again while it ends, ends soon and quietly."""
+"""A launcher whose worker is frozen, or that is interrupted again while it ends, goes on soon and quietly."""
 
+import multiprocessing
+import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from math import inf
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from evener.trainer.cli.main import main
 from evener.trainer.launch import launcher
-from evener.trainer.launch.launcher import Workers
+from evener.trainer.launch.launcher import Workers, is_frozen
+
+
+@pytest.fixture
+def frozen() -> Iterator[BaseProcess]:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+    process.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    while not is_frozen(process.pid):
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
+def test_a_frozen_worker_is_killed_where_all_may_be_started_again(frozen: BaseProcess) -> None:
+    # the others waited for it as long as for a network, strategy.timeout_s
+    launcher = {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 1}
+    workers = Workers(OmegaConf.create({"launcher": launcher}), 1, forks=True)
+    workers.processes.append(frozen)
+    assert workers.join() == 0
+    assert frozen.exitcode == -signal.SIGKILL
 
 
 def test_a_second_ctrl_c_ends_the_command_quietly(
