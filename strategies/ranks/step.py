@@ -1,7 +1,7 @@
 """Run a rank's steps: read its share of the batch, run the module's step in a layout, and weight its loss."""
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from math import fsum
@@ -21,20 +21,21 @@ from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verdict import Plan, Views
 from ..batch.exact.verifier import find_evaluated
 from ..batch.layout import STEPS, SingleLayout
-from ..batch.over_batch import among
+from ..batch.over_batch import Ranks, among
 from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.run_structures import dataloader_index
 from ..batch.structure import num_samples
+from ..core.devices import flat_bytes
+from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
 from ..core.patching import Kept, copied, kept_metrics, replaced
 from ..core.types import Batch
 from ..data.shares import RankShares
 from ..distributed.metrics import Part, RunMetrics
-from ..distributed.objects import gather_objects
+from ..distributed.objects import gather_objects, gather_unequal
 from ..distributed.same_weights import Agreement
 from ..distributed.sync_batchnorm import SyncedBatchNorm
-from .exchange import BatchRows
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy
@@ -48,7 +49,7 @@ class RankStep(StepContract):
         self.reader = LossReader(strategy.strategy_name)
         self.agreement = Agreement(strategy.strategy_name)
         self.shares = RankShares(1, strategy.strategy_name)
-        self.rows = BatchRows(strategy)
+        self.rows = BatchRows(strategy, self)
         self.metrics = RunMetrics()
         self._num_evaluated: Counter[int] = Counter()
         self.evaluated = 0, 0
@@ -231,23 +232,16 @@ class RankStep(StepContract):
 
     def agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """What an optimizer gets as its closure: where it decides by the loss, one of the global batch's loss."""
-        return (lambda: self.whole_loss(closure())) if isinstance(optimizer, LBFGS) else closure
+        decides = isinstance(optimizer, LBFGS) and self._strategy.world_size > 1
+        return (lambda: self._whole_loss(closure())) if decides else closure
 
-    def whole_loss(self, loss: Any) -> Any:
+    def _whole_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch, of which each rank has its own; every rank must call it."""
         whole = self.reader.whole
-        return self.agree(loss) if whole is None or loss is None else torch.full_like(loss.detach(), float(whole))
-
-    def agree(self, value: Any) -> Any:
-        """What ranks with samples share, or the weighted mean of their numbers; every rank must call it."""
-        if value is None or self._strategy.world_size == 1:
-            return value
-        told: list[tuple[float, float]] = gather_objects((float(value), float(self.shares.scale)))
-        counted = [(one, weight) for one, weight in told if weight] or told
-        found = counted[0][0]
-        if any(one != found for one, _ in counted):
-            found = fsum(one * weight for one, weight in counted) / len(told)
-        return torch.full_like(value.detach(), found) if isinstance(value, Tensor) else found
+        if whole is None:
+            told: list[tuple[float, float]] = gather_objects((float(loss), float(self.shares.scale)))
+            whole = fsum(one * weight for one, weight in told if weight) / len(told)
+        return torch.full_like(loss.detach(), float(whole))
 
     @override
     def finish_step(self) -> None:
@@ -268,6 +262,84 @@ class RankStep(StepContract):
         self.agreement.end()
         self.metrics.end()
         self._strategy.whole_batches.end()
+
+
+class BatchRows(Ranks):
+    """This rank's rows among those of the batches of a run, for `evener.over_batch` and `all_gather`."""
+
+    def __init__(self, strategy: "RankStrategy", contract: RankStep) -> None:
+        self._strategy, self._contract = strategy, contract
+
+    @property
+    @override
+    def rank(self) -> int:
+        return self._strategy.global_rank
+
+    @override
+    def is_part(self) -> bool:
+        strategy = self._strategy
+        stage = strategy.trainer.state.stage
+        if strategy.world_size == 1 or stage in (RunningStage.PREDICTING, None):
+            return False
+        is_known = stage is RunningStage.TRAINING or self._contract.shares.current is not None
+        return is_known and self.others_run("over_batch")
+
+    @override
+    def counts(self) -> bool:
+        return self._contract.shares.counts
+
+    @override
+    def share(self) -> Tensor | float:
+        return self._contract.shares.scale / self._strategy.world_size
+
+    def others_run(self, call: str) -> bool:
+        """Whether other ranks make a call, too; refuse it if some, without samples of what is evaluated, don't."""
+        strategy = self._strategy
+        share = self._contract.shares.current
+        if not self._contract.in_step or share is None or strategy.trainer.training or strategy.sync.evaluates_together:
+            return True
+        if share.some_empty and share.num != share.total:
+            raise ConfigError(
+                f"{strategy.strategy_name}: {call} in a step of evaluation on {share.total:g} samples, of which some "
+                "ranks have none, and don't run it. Append to a list of the module, which has all samples in "
+                "on_validation_epoch_end, or set drop_last=True."
+            )
+        return share.num != share.total
+
+    @override
+    def gather(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Gather tensors of any types and numbers of rows, as bytes; refuse rows of other shapes than other ranks'."""
+        everyones = gather_objects([(tuple(own.shape), str(own.dtype)) for own in rows])
+        if len({tuple((shape[1:], dtype) for shape, dtype in theirs) for theirs in everyones}) > 1:
+            told = "; ".join(f"{theirs} on rank {rank}" for rank, theirs in enumerate(everyones))
+            raise ConfigError(
+                f"{self._strategy.strategy_name}: over_batch was given rows of different shapes: {told}. Ranks may "
+                "have different numbers of rows, but not rows of different shapes: pad them to one."
+            )
+        found = list[list[Tensor]]()
+        for i, own in enumerate(rows):
+            sizes, width = [theirs[i][0][0] for theirs in everyones], own.shape[1:].numel() * own.element_size()
+            content = flat_bytes(own.contiguous().to(self._strategy.root_device)).view(len(own), width)
+            joined = gather_unequal(content, sizes).to(own.device).view(-1).view(own.dtype)
+            found.append(list(joined.view(sum(sizes), *own.shape[1:]).split(sizes)))
+        return found
+
+    def of_all(self, tensor: Tensor, group: Any | None, sync_grads: bool) -> Tensor | None:
+        """What `RankStrategy.all_gather` returns of this rank's rows; None if they have one shape on all ranks."""
+        if not self.others_run("all_gather"):
+            return tensor.unsqueeze(0)  # with all rows
+        own = tensor[:0] if tensor.dim() and self._contract.in_step and not self._contract.shares.counts else tensor
+        shapes = gather_objects(tuple(own.shape), group)
+        if len(set(shapes)) == 1:
+            return None
+        if len({shape[1:] for shape in shapes}) > 1 or () in shapes:  # gloo would abort, and NCCL return rubbish
+            told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+            raise ConfigError(
+                f"{self._strategy.strategy_name}: all_gather was given tensors that differ in more than their rows: "
+                f"{told}. Pad them to one shape first, or use a metric of torchmetrics (CatMetric)."
+            )
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return gather_unequal(own, [shape[0] for shape in shapes], group).unsqueeze(0)
 
 
 @contextmanager

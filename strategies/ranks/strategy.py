@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -46,7 +46,6 @@ from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import OptimizerShards
-from .exchange import deciding_alike
 from .gradient_sync import GradientSync
 from .step import RankStep
 from .whole_batches import WholeBatches
@@ -123,7 +122,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._deciders = ExitStack()
         self._loaders: RankLoaders | None = None
         self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
 
@@ -391,7 +389,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
                 self.layout.close()
             if self.lightning_module is not None:
                 restore_logs(self.lightning_module)
-            self._deciders.close()
             self.contract.end()
             self.group.end()
             super().teardown()
@@ -432,9 +429,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def on_train_start(self) -> None:
         self.contract.begin_pass()
         self.contract.shares.knows_parts = False  # the loaders may be other ones
-        self._deciders.close()
-        if self.world_size > 1:
-            self._deciders.enter_context(deciding_alike(self))
         self.layout.weights_changed()
         self.whole_batches.begin_training()
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
