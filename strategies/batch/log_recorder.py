@@ -80,7 +80,7 @@ class LogRecorder:
             root.begin()
             self._appended = [root if part[0] is self.modules[0][0] else root.copied() for part in self.modules]
         copies = [i for i, part in enumerate(self._appended) if part is not self._appended[0] and sizes[i]]
-        own = given_lists(self._appended, self.modules, copies)
+        own = given_lists(self._appended, self.modules, copies) if copies else nullcontext()
         with self.metrics.recording(sizes, values.rows.get(self._step, ())), received(logs), own:
             yield
 

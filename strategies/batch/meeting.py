@@ -184,8 +184,11 @@ class Meeting:
         return self._helpers[part]
 
     def _seated(self, part: int) -> Any:
-        with seated(Seat(self, part, self._num_samples)):
+        before, _local.seat = seat(), Seat(self, part, self._num_samples)
+        try:
             return self._given[part].call()
+        finally:
+            _local.seat = before
 
 
 def _raise(error: BaseException) -> Any:

@@ -87,9 +87,12 @@ class PartMetrics:
         self.rows.update(rows)
         self._sizes, self._made = sizes, []
         self._is_alone = sum(size > 0 for size in sizes) == 1
-        with replaced(self, "_calls", [] if self._is_alone and not notes else [[] for _ in sizes]):
+        self._calls = [] if self._is_alone and not notes else [[] for _ in sizes]
+        try:
             yield
             self._made = self._calls
+        finally:
+            self._calls = []
 
     def _called(self, metric: Any, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._calls or (self._is_alone and method in ("compute", "reset")):

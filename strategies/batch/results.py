@@ -247,7 +247,8 @@ class ChunkLosses:
 
     def combine(self, device: torch.device) -> Tensor:
         """The loss of the whole batch, on `device`, of shape ()."""
-        return combine([loss.reshape(()) for loss in self.losses], self.weights, "mean", device).reshape(())
+        losses = [loss.reshape(()) if loss.dim() else loss for loss in self.losses]
+        return combine(losses, self.weights, "mean", device)
 
     def total(self, device: torch.device) -> Tensor | float:
         """The sum of the weights; a float if all of them are floats."""

@@ -129,7 +129,7 @@ def called(path: Path, root: str) -> str:
 def split_itself(value: Any, sizes: list[int]) -> list[Any]:
     """Cut a value by its rows, elements or graphs, or as it does itself."""
     if isinstance(value, Tensor):
-        return list(value.split(sizes))
+        return list(value.split_with_sizes(sizes))
     graphs, kind = getattr(value, "to_data_list", None), cast(Any, type(value))
     if graphs is None and not isinstance(value, (list, tuple, np.ndarray)):
         return list(value.split(sizes))

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -51,11 +51,14 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@contextmanager
-def on_device(device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+def on_device(device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[Any]:
     """Make a device and one of its streams current; does nothing for the CPU."""
-    index = torch.accelerator.device_index(device.index or 0) if is_accelerator(device) else nullcontext()
-    with index, stream or nullcontext():
+    return _on_accelerator(device, stream) if is_accelerator(device) else nullcontext()
+
+
+@contextmanager
+def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Generator[None]:
+    with torch.accelerator.device_index(device.index or 0), stream or nullcontext():
         yield
 
 

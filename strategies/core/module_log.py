@@ -10,7 +10,7 @@ A `NoValue` stands in for what isn't known of a part, or not yet: whoever logs a
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from .errors import ConfigError
-from .patching import Replacement, replaced
+from .patching import Replacement
 
 LOG_OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 """The arguments of `log` after the module, name and value, in order."""
@@ -62,10 +62,15 @@ def lightning_modules(module: nn.Module) -> list[pl.LightningModule]:
 @contextmanager
 def received(receivers: Iterable[tuple[ModuleLog, Receiver]]) -> Generator[None]:
     """Inside the block, each log gives its values to a receiver."""
-    with ExitStack() as stack:
-        for log, receiver in receivers:
-            stack.enter_context(replaced(log, "receiver", receiver))
+    given = [*receivers]
+    before = [log.receiver for log, _ in given]
+    for log, receiver in given:
+        log.receiver = receiver
+    try:
         yield
+    finally:
+        for (log, _), receiver in zip(given, before, strict=True):
+            log.receiver = receiver
 
 
 def restore_logs(module: nn.Module) -> None:

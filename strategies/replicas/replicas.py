@@ -62,7 +62,8 @@ class Replicas:
             return True
         if self._versions != (now := self._read_versions()):
             write(self._parameters, self._parameter_copies)
-            self._refresh_buffers()
+            if self._slots:
+                self._refresh_buffers()
             self._versions = now
         flags, frozen = self._read_flags(), [not parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
