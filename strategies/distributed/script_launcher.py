@@ -1,15 +1,20 @@
-"""Start the processes of a plain script or notebook from `fit`, and stop them at a signal to any of them."""
+"""Start the processes of a plain script or notebook from `fit`, and bring back what rank 0 has done.
 
+Objects that the script has (the trainer, the module's layers and parameters, callbacks, loggers) are *known*: each side
+makes the same list of them by name. Rank 0 pickles their attributes; where an attribute refers to a known object, its
+name travels instead of the object, and the script's own object takes its place.
+"""
+
+import io
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType, MethodType
 from typing import Any, Literal, TypeAlias
@@ -18,19 +23,25 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as multiprocessing_of_torch
 from lightning_fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning_fabric.utilities import move_data_to_device
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loops.loop import _Loop
+from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from ..core import rng
 from ..core.errors import ConfigError
 from ..core.files import replacing, scratch_directory
-from ..core.module_checks import verify_shapes
+from ..core.module_checks import callbacks_of, verify_shapes
 from . import processes
-from ._handback import known_objects, pack, reduce_method, unpack
 from .processes import RankProcesses, StopRequests
 from .store import RankError, hosted_store, leave_store
 
@@ -40,7 +51,20 @@ StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 POLL_S = 0.1  # between two looks at the processes, at most; the end of one is seen at once
 END_S, STOP_S = 3.0, 300.0  # from SIGTERM to a rank's end where another one has failed, and where it saves
 STOPS_ALONE = 128 + signal.SIGTERM  # exit status of a rank that has stopped by a signal, without the others
-STOPPED = "stopped by a signal"  # what rank 0 returns if the processes stopped together
+
+_OF_LIGHTNING = {
+    "trainer": ("callbacks", "state", "should_stop"),
+    "metrics": ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter"),
+    "strategy": ("optimizers", "lr_scheduler_configs"),
+    "precision": ("scaler",),
+}
+"""Known objects of Lightning, and their attributes that a run changes."""
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_INTERNAL = {*vars(pl.LightningModule())}.difference(
+    _REGISTERED, ("_non_persistent_buffers_set", "training", "_hparams")
+)
+"""Attributes of modules that stay the script's."""
+_LIBRARIES = ("pytorch_lightning", "lightning", "lightning_fabric", "evener", "torch", "torchmetrics")
 
 
 def start_method(device: torch.device, given: StartMethod | None = None, strategy: str = "ddp") -> StartMethod:
@@ -111,15 +135,14 @@ class ScriptLauncher(_Launcher):
                     "others had, and was killed. See what on_fit_end, teardown and threads of the module and the "
                     "callbacks do there."
                 )
-            result = folder / "result"
-            returned = unpack(trainer, known, result.read_bytes()) if result.exists() else STOPPED
             # a signal to the whole group also reaches ranks that have no handler yet
             asked = (STOPS_ALONE, -(requests.signum or signal.SIGTERM), -signal.SIGTERM)
             if failed is not None and ranks.processes[failed].exitcode not in asked:
                 raise _error(ranks.processes[failed], failed, folder / f"error{failed}")
-        if failed is not None or requests.signum is not None or returned == STOPPED:
-            raise _stop(requests.signum or signal.SIGTERM)
-        return returned
+            result = folder / "result"
+            if failed is not None or requests.signum is not None or not result.exists():
+                raise _stop(requests.signum or signal.SIGTERM)
+            return unpack(trainer, known, result.read_bytes())
 
     def _store(self) -> AbstractContextManager[dict[str, str]]:
         """Host the store of ranks of one machine, which outlives each of them; the variables that lead ranks to it."""
@@ -150,32 +173,123 @@ class ScriptLauncher(_Launcher):
                 _disable_module_memory_sharing(trainer.lightning_module)
             known = known_objects(trainer, (work.args, work.keywords))
             self._is_in_rank = True
-            returned: Any = STOPPED  # or failed
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all; the script forwards them
+            signal.signal(signal.SIGHUP, lambda signum, frame: processes.leave_terminal())
             try:
-                returned = _in_rank(trainer, work)
+                returned = call._call_and_handle_interrupt(trainer, work)
             finally:
                 leave_store()
-                if rank == 0:
-                    with replacing(folder / "result") as file:
-                        file.write_bytes(pack(trainer, known, returned, returned != STOPPED))
+            if rank == 0:
+                with replacing(folder / "result") as file:
+                    file.write_bytes(pack(trainer, known, returned))
+        except SIGTERMException:
+            sys.exit(0 if self._strategy.group.stop_signal is not None else STOPS_ALONE)
         except BaseException as exc:  # noqa: BLE001  # an exit, too
-            if isinstance(exc, SIGTERMException):  # this rank has stopped alone
-                sys.exit(STOPS_ALONE)
             with replacing(folder / f"error{rank}") as file:
                 file.write_bytes(pickle.dumps(_raised(exc, rank)))
             sys.exit(1)
 
 
-def _in_rank(trainer: pl.Trainer, work: Callable[[], Any]) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends these to all processes; the script forwards them
-    signal.signal(signal.SIGHUP, lambda signum, frame: processes.leave_terminal())
+def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
+    """List by name, the last of those below, what a script has before its ranks start, and has `given` to `fit`."""
+    module = trainer.lightning_module
+    named: dict[str, Any] = {
+        **{f"given {i}": one for i, one in enumerate(tree_leaves(given)) if hasattr(one, "__dict__")},
+        "trainer": trainer,
+        "metrics": trainer._logger_connector,
+        "strategy": trainer.strategy,
+        "precision": trainer.precision_plugin,
+        **{f"loop {name}": loop for name, loop in _loops(trainer)},
+        **{f"module {name}": child for name, child in module.named_modules()},
+        **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
+        **{f"callback {i}": callback for i, callback in enumerate(callbacks_of(trainer))},
+        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
+    }
+    names = {id(value): name for name, value in named.items()}
+    return {name: named[name] for name in names.values()}
+
+
+def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
+    for name, loop in vars(owner).items():
+        if isinstance(loop, _Loop):
+            yield before + name, loop
+            yield from _loops(loop, f"{before}{name}.")
+
+
+def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
+    """Write down, in rank 0, what its run has changed of known objects; without what can't be pickled."""
+    ids = {id(value): name for name, value in known.items()}
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
+    attributes, weights, lost = dict[str, Any](), dict[str, Any](), list[str]()
+    for name, value in known.items():
+        if isinstance(value, nn.Parameter):
+            weights[name] = value.detach(), value.requires_grad
+            continue
+        found = _changed(name, value)
+        attributes[name] = {key: item for key, item in found.items() if _pickles(item, ids)}
+        if name in _OF_LIGHTNING or type(value).__module__.partition(".")[0] not in _LIBRARIES:
+            lost += [f"{type(value).__name__}.{key}" for key in found if key not in attributes[name]]
+    results = move_data_to_device(results, torch.device("cpu"))
+    return _dumps((attributes, weights, rng.random_state(), results, lost), ids)
+
+
+def _changed(name: str, value: Any) -> dict[str, Any]:
+    """The attributes of a known object that a run may have changed; the methods that it was given are the script's."""
+    own = vars(value)
+    if name in _OF_LIGHTNING:
+        return {key: getattr(value, key) for key in _OF_LIGHTNING[name] if hasattr(value, key)}
+    if isinstance(value, _Loop):
+        plain, named = (_BaseProgress, bool, int, float), getattr(value, "brought_back", ())
+        return {key: item for key, item in own.items() if isinstance(item, plain) or key in named}
+    if not isinstance(value, (nn.Module, pl.Callback, Logger)):
+        return {}
+    return {key: item for key, item in own.items() if key not in _INTERNAL and not isinstance(item, MethodType)}
+
+
+def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
+    """Bring a script's known objects to the state of rank 0's; return what the trainer returned there."""
+    unpickler = pickle.Unpickler(io.BytesIO(packed))
+    unpickler.persistent_load = known.__getitem__
+    attributes, weights, random_state, results, lost = unpickler.load()
+    for name, (data, requires_grad) in weights.items():
+        known[name].grad = None
+        known[name].data = data
+        known[name].requires_grad_(requires_grad)
+    module = trainer.lightning_module
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    for name, found in attributes.items():
+        owner = known[name]
+        if name in _OF_LIGHTNING:  # some are properties
+            for key, value in found.items():
+                setattr(owner, key, value)
+            continue
+        for key in (key for space in _REGISTERED for key in found.get(space, ())):
+            vars(owner).pop(key, None)  # a layer has taken the place of an attribute that was None, say
+        vars(owner).update(found)
+    rng.set_random_state(random_state)
+    if lost:
+        rank_zero_warn(
+            f"{', '.join(lost)}: can't be brought back from the processes that trained, because it can't be pickled; "
+            "here it is as it was before. Keep what the script needs in plain attributes."
+        )
+    return results
+
+
+def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = lambda one: ids.get(id(one))
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
     try:
-        return call._call_and_handle_interrupt(trainer, work)
-    except SIGTERMException:
-        strategy: Any = trainer.strategy
-        if strategy.group.stop_signal is None:
-            raise
-        return STOPPED
+        _dumps(value, ids)
+    except Exception:  # noqa: BLE001  # anything that a user's __reduce__ raises
+        return False
+    return True
 
 
 def _raised(exc: BaseException, rank: int) -> BaseException:
@@ -200,10 +314,7 @@ def _error(process: Any, rank: int, path: Path) -> BaseException:
 
 @contextmanager
 def shared_by_name() -> Generator[None]:
-    """Send tensors inside the block by names of shared memory, of which there may be more than descriptors, and methods
-    under whatever name their object has them.
-    """
-    ForkingPickler.register(MethodType, reduce_method)
+    """Send tensors inside the block by names of shared memory, of which there may be more than descriptors."""
     before = multiprocessing_of_torch.get_sharing_strategy()
     multiprocessing_of_torch.set_sharing_strategy("file_system")
     try:
