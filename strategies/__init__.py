@@ -5,11 +5,10 @@ from .core.lightning_names import unify, verify_version
 unify()  # before anything imports Lightning
 verify_version()  # before anything derives from its classes
 
-from .balanced_dp import BalancedDataParallelStrategy
+
 from .core.errors import ConfigError
-from .ddp import BalancedDDPStrategy, DDPStrategy
-from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
-from .dp import DataParallelStrategy
+from .ddp import BalancedDDPModelParallelStrategy, BalancedDDPStrategy, DDPModelParallelStrategy, DDPStrategy
+from .dp import BalancedDataParallelStrategy, DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .registry import STRATEGIES

@@ -1,19 +1,24 @@
 """Train with a copy of the module per device in one process, cutting every batch among them."""
 
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import WarningCache
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from .balance.controller import BalanceController, Hysteresis
+from .balance.ranks import Weights, log_shares
 from .batch.layout import Layout, OrWhole, SingleLayout, drop_layout
 from .batch.one_process import OneProcessStrategy
-from .batch.policies import Even, Policy
+from .batch.policies import Even, FirstChunk, Policy, Weighted
 from .batch.structure import BatchDims
-from .core.errors import verify_submodules
-from .core.options import checked
+from .core.errors import ConfigError, verify_submodules
+from .core.options import Advice, Natural, checked
 from .core.types import Device
 from .pipeline.recompute import Recompute, RecomputeOption, verify_threads
-from .replicas.layout import ReplicaLayout, ReplicaOptions
+from .replicas.layout import Measurement, ReplicaLayout, ReplicaOptions
 
 
 class DataParallelStrategy(OneProcessStrategy):
@@ -82,3 +87,96 @@ class DataParallelStrategy(OneProcessStrategy):
     def teardown(self) -> None:
         super().teardown()
         self.recompute.end()
+
+
+FIRST_STEPS, THEN_EVERY = 48, 10
+"""Number of first steps that are measured; then one step in as many."""
+
+
+class BalancedDataParallelStrategy(DataParallelStrategy):
+    """`DataParallelStrategy` with chunks of unequal size, each loss weighted so that training does not change.
+
+    Give one of `gpu0_chunk` and `weights`. `auto` measures each device's forward time while training, and moves samples
+    to faster devices; shares are logged as `balance/...` and saved in checkpoints.
+
+    Args:
+        gpu0_chunk: samples of the first device, which also holds gradients and optimizer; the others share the rest
+            evenly. 0 gives it no samples.
+        weights: share of the batch per device, in any unit; `auto` (default) measures.
+        hysteresis: fraction of the largest time that new shares must save to be adopted.
+        **options: options of `DataParallelStrategy`.
+
+    Raises:
+        ConfigError: both `gpu0_chunk` and `weights` were given.
+    """
+
+    strategy_name = "balanced_dp"
+
+    @checked
+    def __init__(
+        self,
+        gpu0_chunk: Annotated[Natural | None, Advice("weights=auto measures.")] = None,
+        weights: Weights | None = None,
+        hysteresis: Hysteresis = 0.02,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if gpu0_chunk is not None and weights is not None:
+            raise ConfigError(
+                f"balanced_dp: gpu0_chunk={gpu0_chunk} and weights={weights} were both given. Give one of them."
+            )
+        self._gpu0_chunk = gpu0_chunk
+        self.controller: BalanceController | None = None
+        """Holds measurements and shares; None if nothing is measured."""
+        if gpu0_chunk is not None:
+            self.policy = FirstChunk(gpu0_chunk)
+        elif weights is None or isinstance(weights, str):
+            self.policy = self.controller = BalanceController(hysteresis)
+        else:
+            self.policy = Weighted(tuple(weights))
+        self._pending: Measurement | None = None
+        self._num_steps = 0
+        self._told = WarningCache()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.controller is not None:
+            self.controller.begin(len(self.parallel_devices))
+        if self._gpu0_chunk is not None and len(self.parallel_devices) == 1:
+            rank_zero_info("balanced_dp: with one device gpu0_chunk has no effect: the device takes the whole batch.")
+        super().setup(trainer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self.controller is not None:
+            self.controller.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.controller is not None:
+            self.controller.load(checkpoint)
+        return checkpoint
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        layout, controller = self.layout, self.controller
+        if controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
+            return super().training_step(*args, **kwargs)
+        if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
+            self._pending = layout.measure()
+        self._num_steps += 1
+        output = super().training_step(*args, **kwargs)
+        if layout.has_met:
+            self._pending = None
+            self._told.info(
+                "balanced_dp: the replicas wait for each other within a step (over_batch), so "
+                "that their times can't be measured. Set strategy.weights to give them other shares than now."
+            )
+        if self._pending is not None and self._pending.is_ready():  # an accelerator may be one step late
+            controller.observe(self._pending.sizes, self._pending.seconds())
+            self._pending = None
+        assert self.lightning_module is not None
+        log_shares(self.lightning_module, controller.metrics)
+        return output

@@ -13,8 +13,8 @@ from .batch.structure import BatchDims
 from .core.options import checked, hints_of
 from .core.types import Device
 from .pipeline.layout import StageLayout
-from .pipeline.options import StageOptions
 from .pipeline.recompute import Recompute, RecomputeOption
+from .pipeline.stages import StageOptions
 
 
 class ModelParallelStrategy(OneProcessStrategy):

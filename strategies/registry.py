@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
 
-from .balanced_dp import BalancedDataParallelStrategy
 from .batch.layout import Layout
 from .batch.one_process import OneProcessStrategy
 from .core.loop_contract import NothingToDo, StepContract
-from .ddp import BalancedDDPStrategy, DDPStrategy
-from .ddp_model_parallel import BalancedDDPModelParallelStrategy, DDPModelParallelStrategy
+from .ddp import BalancedDDPModelParallelStrategy, BalancedDDPStrategy, DDPModelParallelStrategy, DDPStrategy
 from .distributed.script_launcher import StartMethod
-from .dp import DataParallelStrategy
+from .dp import BalancedDataParallelStrategy, DataParallelStrategy
 from .fsdp import FSDPStrategy
 from .model_parallel import ModelParallelStrategy
 from .ranks.strategy import RankStrategy

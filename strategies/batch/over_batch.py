@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from ..core.mixed_devices import seen_by_others
+from ..core.transfers import seen_by_others
 from .meeting import seat
 
 P = ParamSpec("P")

@@ -115,15 +115,7 @@ ALLOWED = "Give a count (devices=2), indices (devices=[0,1]), names (devices=[cu
 
 
 def accelerator_type(accelerator: str) -> str:
-    """Resolve `accelerator=` to a torch device type that exists on this machine.
-
-    Args:
-        accelerator: auto, gpu (this machine's accelerator), or a name in Lightning's registry: cpu, cuda, mps, or what
-            another package has registered.
-
-    Raises:
-        ConfigError: the accelerator is unknown, or this machine has none.
-    """
+    """Resolve `accelerator=` (auto, gpu, or a name in Lightning's registry) to a device type of this machine."""
     names = sorted(AcceleratorRegistry.available_accelerators())
     found = torch.accelerator.current_accelerator(check_available=True)
     present = None if found is None or found.type not in names else found.type
@@ -151,15 +143,7 @@ def num_available(kind: str) -> int:
 
 
 def resolve_devices(devices: int | str | Sequence[int | str], accelerator: str = "auto") -> list[torch.device]:
-    """Resolve `devices=` and `accelerator=` to devices of this machine.
-
-    Args:
-        devices: a count, `auto` (or -1) for all, a list of indices, or names; names may repeat and mix.
-        accelerator: see `accelerator_type`; ignored for names.
-
-    Raises:
-        ConfigError: the count is not positive, or a device does not exist on this machine.
-    """
+    """Resolve `devices=` (a count, `auto`, indices, or names, which may repeat and mix) and `accelerator=`."""
     given: Any = devices  # a configuration may hold anything
     if isinstance(given, str) and given not in ("auto", "-1"):
         words = given.split(",")
@@ -200,14 +184,7 @@ def _named_device(name: str) -> torch.device:
 
 
 def give_devices(strategy: Any, devices: Any) -> dict[str, Any]:
-    """Set a strategy's devices if they are given by name, which Lightning's trainer does not support.
-
-    Returns:
-        Arguments for Lightning's trainer: `devices` and `accelerator` of the first device; none without names.
-
-    Raises:
-        ConfigError: the strategy does not accept device names, or a device does not exist.
-    """
+    """Set a strategy's devices if they are given by name, and return the arguments that Lightning's trainer takes."""
     if isinstance(devices, str) and devices != "auto" and re.search("[a-z]", devices):  # of LightningCLI
         devices = [name.strip(" '\"") for name in devices.strip(" []").split(",")]
     names = [str(one) for one in devices] if isinstance(devices, (list, tuple)) else []

@@ -16,19 +16,12 @@ class ConfigError(ValueError):
 
 
 class PartsDiffer(ConfigError):
-    """Raised where parts of a batch can't be made, or train otherwise than the whole batch.
+    """Raised where parts of a batch can't be made, or train otherwise than the whole batch."""
 
-    Attributes:
-        plans: what losses divide by, as far as that was found.
-        in_chunks: whether parts of ranks are right, and only parts of these are not.
-        outside: the submodules of which a step uses parameters outside of their forward, as far as that was found.
-        unused: whether some trained parameters are known to take no part in a loss.
-    """
-
-    plans: Any = None
-    in_chunks: bool = False
-    outside: Collection[str] = ()
-    unused: bool = False
+    plans: Any = None  # what losses divide by, as far as that was found
+    in_chunks: bool = False  # parts of ranks are right, and only parts of these are not
+    outside: Collection[str] = ()  # submodules of which a step is known to use parameters outside of their forward
+    unused: bool = False  # some trained parameters are known to take no part in a loss
 
 
 def verify_submodules(option: str, names: Iterable[str], module: "nn.Module") -> None:

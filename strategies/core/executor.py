@@ -32,12 +32,7 @@ class Piece:
 class Executor:
     """Runs pieces concurrently and returns their results in order.
 
-    CPU replicas run in order: they share one random stream, which threads would consume in an unpredictable order. For
-    the same reason pieces on the same accelerator share a thread. Threads inherit grad mode, inference mode and
-    autocast from the caller; if autocast is on for any device type, it is on, with its dtype, for all pieces.
-
-    Args:
-        threads: run in threads; None decides by the devices.
+    CPU replicas run in order, as pieces on one accelerator do: they share a random stream, which threads would mix.
     """
 
     def __init__(self, threads: bool | None = None) -> None:
@@ -45,11 +40,7 @@ class Executor:
         self._pool: ThreadPoolExecutor | None = None
 
     def run(self, pieces: Sequence[Piece], in_order: bool = False, context: "ThreadState | None" = None) -> list[Any]:
-        """Run all pieces, in the calling thread if they must run `in_order`; returns their results.
-
-        Raises:
-            Exception: the error of the first piece that failed; its message names the device and the chunk.
-        """
+        """Run all pieces, in the calling thread if they must run `in_order`; the first error names device and chunk."""
         context, threads = context or ThreadState(), self._threads
         if threads is None:
             threads = any(is_accelerator(piece.device) for piece in pieces)
@@ -129,11 +120,7 @@ class ThreadState:
 
 
 class Turns:
-    """A piece of work in a thread of its own, with the `state` of the one that waits for it; only one of both runs.
-
-    Attributes:
-        is_done: whether it has ended, with a `result`, or with an `error`.
-    """
+    """A piece of work in a thread of its own, with the `state` of the one that waits for it; only one of both runs."""
 
     def __init__(self, piece: Piece, state: ThreadState) -> None:
         self._piece, self._state = piece, state

@@ -15,14 +15,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Generator[Path]:
-    """Write a file so that at any time `path` is either the old one or the new one.
-
-    Args:
-        durable: whether the new name itself must survive a power failure; the block flushes the content.
-
-    Yields:
-        Where the block writes the file, in the same directory; it is removed if the block fails.
-    """
+    """Write a file at the path that the block gets; `path` is the old or the new one, though power fail (`durable`)."""
     temporary = temporary_for(path)
     try:
         yield temporary

@@ -1,10 +1,4 @@
-"""Make both published names of Lightning mean one package.
-
-Lightning is published as `pytorch_lightning` (with `lightning_fabric`) and as `lightning.pytorch` (with
-`lightning.fabric`), with the same content but different classes, so that a module written for one is refused by the
-other's trainer. `unify` installs an import hook that loads one name as the very modules of the other: of what was
-imported before, else of `pytorch_lightning` where it is installed. Their loggers are then one, too. If both were
-imported before, both stay, and `verify_family` refuses objects of the other one; `EVENER_LIGHTNING_ALIAS=0` does so.
+"""Make both published names of Lightning mean one package, by an import hook.
 
 `evener.trainer` loads this file without the rest of `strategies`, which imports torch: it must not import anything of
 this project.
@@ -81,10 +75,7 @@ def verify_family(*objects: object) -> None:
 
 
 class _AliasFinder(MetaPathFinder, Loader):
-    """Finds and loads every module of an alias as the module of the real package.
-
-    It also finds `lightning` where only `pytorch_lightning` is installed; `Fabric` comes from lightning_fabric.
-    """
+    """Finds and loads modules of an alias as those of the real package, and `lightning` where it is not installed."""
 
     def __init__(self, aliases: dict[str, str]) -> None:
         self._aliases = aliases

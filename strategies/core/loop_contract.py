@@ -1,11 +1,7 @@
 """The contract between the loops and this project's strategies: what a strategy does beside Lightning's part.
 
-A loop that does Lightning's part of `backward` and `optimizer_step` itself calls these methods in their place:
-
-    on_before_backward → scale_loss → the backward pass → finish_backward → on_after_backward
-    on_before_optimizer_step → clipping → the optimizer's update → finish_step
-
-A strategy of another project, or a subclass that overrides `backward` again, is called as Lightning calls it.
+on_before_backward → scale_loss → the backward pass → finish_backward → on_after_backward
+on_before_optimizer_step → clipping → the optimizer's update → finish_step
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,12 +1,4 @@
-"""Direct what a LightningModule logs: to whoever stores it, or to a step that combines the values of several parts.
-
-    self.log(...) → ModuleLog → receiver   a step on replicas or micro-batches: records, logs once for the whole batch
-                                           an evaluation's stand-in for samples: nobody
-                              → keep       nobody is set: the module's own `log`, or the trainer's faster one
-
-It is set on a module once per run. A step only names a receiver, so nothing of the module is replaced while it runs.
-A `NoValue` stands in for what isn't known of a part, or not yet: whoever logs a metric itself does not ask for it.
-"""
+"""Direct what a module logs: to whoever stores it, or to a step that combines the values of several parts."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable

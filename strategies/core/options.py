@@ -1,7 +1,4 @@
-"""Declare in its annotation which values an option may have, and refuse all others in one sentence.
-
-Objects check themselves by it (`checked`, `Options`), and a configuration is checked before anything is made.
-"""
+"""Declare in its annotation which values an option may have, and refuse all others in one sentence."""
 
 import inspect
 import operator

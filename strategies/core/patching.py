@@ -25,10 +25,7 @@ MOST_ELEMENTS = 4096
 
 
 class Replacement:
-    """Takes the place of a method of one object, until `remove`; copies of the object have their own method.
-
-    It calls `call` with the object's own method and the arguments.
-    """
+    """Takes the place of a method of one object, until `remove`: calls `call` with the method and its arguments."""
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.owner, self.name, self.call = owner, name, call
@@ -107,12 +104,7 @@ LIGHTNING_TELLS = ("pytorch_lightning.utilities.rank_zero", "lightning.pytorch.u
 
 
 class Kept:
-    """What dictionaries, such as the attributes of a module, and the containers in them hold when this is made.
-
-    Args:
-        contents: tensors, each with a copy of what it holds.
-        most: elements of the containers, at most.
-    """
+    """What dictionaries and the containers, of at most `most` elements, in them hold; `contents` are copied tensors."""
 
     def __init__(
         self, spaces: Iterable[dict[str, Any]], contents: Iterable[tuple[Tensor, Tensor]] = (), most: float = math.inf

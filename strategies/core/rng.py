@@ -56,11 +56,7 @@ def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[No
 
 
 def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
-    """Derive the random streams of a rank and its devices from the common seed; those of the first of all keep it.
-
-    Call it after the data are set up, because ranks must agree there (on a random split, for example).
-    `torch.manual_seed` seeds all devices alike, so that replicas would draw the same dropout masks.
-    """
+    """Derive the random streams of a rank and its devices from the common seed, which the first of all keeps."""
     if rank:
         seeds = np.random.SeedSequence([torch.initial_seed() % 2**63, rank]).generate_state(6)
         torch.default_generator.manual_seed(int(seeds[0]) << 32 | int(seeds[1]))

@@ -1,5 +1,5 @@
 """Decide which rank reads which sample.
 
-Exports: loaders, shares, sampling, streams.
+Exports: loaders, sampling, streams.
 May import: core, batch.
 """

@@ -40,10 +40,7 @@ _DRAWS_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, Weighte
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's part of one global batch: its samples, those of all ranks, and whether any rank has none.
-
-    The number of the batch in its pass is None where ranks read streams of their own.
-    """
+    """This rank's part of one global batch, of the samples of all ranks; `step` is None for streams of its own."""
 
     num: float
     total: float
@@ -90,10 +87,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Deal:
-    """Treats a unit as one rank's batch: `num_ranks` consecutive units make a global batch.
+    """Treats a unit as one rank's batch; the only rank that reads takes those of all that are `joined`.
 
-    With `spread` the largest units of an incomplete last one are split, not below `smallest`, until every rank has a
-    part. The only rank that reads takes the units of all that compute, which are `joined`.
+    With `spread` the largest units of an incomplete last group are split, not below `smallest`.
     """
 
     spread: bool
@@ -120,10 +116,7 @@ class Deal:
 
 @dataclass
 class Divide:
-    """Treats a unit as the global batch, of which a policy gives each rank no samples, or `smallest` at least.
-
-    It counts the global batches it has cut, over all epochs; `changes` are future policies by the first one's number.
-    """
+    """Treats a unit as the global batch, of which a policy gives each rank no samples, or `smallest` at least."""
 
     policy: Policy = field(default_factory=Even)
     changes: list[tuple[int, Policy]] = field(default_factory=list)
@@ -161,11 +154,7 @@ def num_samples(unit: Unit) -> int:
 
 @dataclass(eq=False)
 class RankBatches(Sampler[Any]):
-    """Replaces a loader's batch sampler (or sampler) and yields one rank's parts of its `units`, as `cut` cuts them.
-
-    A rank without samples `joins` with a zero-weight batch, or skips the step. Where a pass begins, `is_whole` tells
-    whether the first rank takes all batches whole, or those without a sample for some rank, or (None) but its parts.
-    """
+    """Replaces a loader's batch sampler (or sampler): yields a rank's parts of its `units`, or what it `joins` with."""
 
     units: Iterable[Unit]
     cut: Deal | Divide
@@ -249,10 +238,7 @@ def in_one_order(units: Iterable[Unit], rank: int, agree: Agree) -> Iterator[Uni
 
 
 def _drawn(units: Iterable[Unit], at_once: bool, state: Any) -> Iterator[Unit]:
-    """The units of a sampler that draws from a random state, or, if that is None, from the process's.
-
-    One that is not torch's may draw at any time: after its first unit it does so from streams that training leaves.
-    """
+    """The units of a sampler that draws from a state, or (None) the process's; not torch's may draw at any time."""
 
     def draw(call: Callable[..., Any], *args: Any) -> Any:
         nonlocal state

@@ -45,10 +45,7 @@ class Around:
 
 @dataclass(eq=False)
 class Stream(Around):
-    """A loader whose batches are divided as they are read, and counted and cut by a structure.
-
-    `first_batch` is the whole one that begins a pass or was looked at, until it is in process.
-    """
+    """A loader whose batches are divided as they are read; `first_batch` is the one looked at, until it is used."""
 
     loader: Iterable[Batch]
     strategy: str
@@ -86,10 +83,7 @@ class _Ahead(Iterator[Batch]):
 
 @dataclass(eq=False)
 class Lockstep(Stream):
-    """Gives every rank its own stream, until the longest ends; others then repeat their last batch with weight zero.
-
-    This takes one all-reduce of two numbers per batch, which overlaps with the previous step.
-    """
+    """Gives every rank its own stream, until the longest ends; others then repeat their last batch with weight zero."""
 
     num_ranks: int
     sum_over_ranks: Callable[[Tensor], Work]
@@ -126,10 +120,7 @@ class Lockstep(Stream):
 
 @dataclass(eq=False)
 class Divided(Stream):
-    """Divides a stream of global batches that every rank reads; the first rank takes whole what can't be cut.
-
-    For `joins`, `agree` and `is_whole` see `RankBatches`.
-    """
+    """Divides a stream of global batches that every rank reads; the first rank takes whole what can't be cut."""
 
     divide: Divide
     rank: int

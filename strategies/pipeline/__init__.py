@@ -1,5 +1,5 @@
 """Cut one copy of a module into stages, and a batch into micro-batches.
 
-Exports: layout, stages, options, plan, microbatches, recompute.
+Exports: layout, stages, plan, microbatches, recompute.
 May import: core, batch.
 """

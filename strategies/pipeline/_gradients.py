@@ -1,14 +1,9 @@
 """Sum the gradients of micro-batches that go backward before the loss of the whole batch is known.
 
-Micro-batch i goes backward on w_i·L_i / N as soon as the schedule says so, with N the samples of the batch and w_i
-those of the micro-batch, or the `loss_weight` that it returned. The sums are kept beside `.grad`. The last one to go
-backward keeps its graph, and the loss of the whole batch has one node above it:
-
     loss of the batch ─ node ┬─ loss of the last micro-batch ─ stage 1 ─ stage 0 ┐
                              └─ sums of the others, times N / Σ w ───────────────┴─ parameters
 
-So hooks of parameters, accumulation and DDP see one backward pass, of whole gradients, which are there stage by stage:
-DDP reduces those of a stage while the last micro-batch is on the stages before it.
+So hooks of parameters, accumulation and DDP see one backward pass, of whole gradients, which are there stage by stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +20,7 @@ from ..batch.results import chunk_losses
 from ..core.devices import precise_dtype
 from ..core.executor import autocast_types
 from ..core.patching import without_hooks
-from ..core.side_streams import cross
+from ..core.transfers import cross
 
 _ALMOST_ZERO = 1e-20
 """Stands in for a weight of zero, which it equals among others; if all are zero, micro-batches have equal shares."""
@@ -34,7 +29,7 @@ _ALMOST_ZERO = 1e-20
 class EarlyGradients:
     """The gradients of one step, scaled by `loss_scale` meanwhile, so that those in half precision don't vanish.
 
-    `unread` are the ids of the parameters whose gradients of the last step nobody reads any more.
+    Of the parameters with `unread` ids nobody reads the gradients of the last step any more.
     """
 
     def __init__(

@@ -27,13 +27,12 @@ from ..core.errors import ConfigError
 from ..core.executor import ThreadState
 from ..core.loop_contract import state_to_parameters, unwrapped
 from ..core.module_checks import hooked, resting_device, verify_takes_batches
-from ..core.side_streams import work_so_far
+from ..core.transfers import work_so_far
 from ..core.types import Batch, Chunk
 from ._gradients import EarlyGradients
 from .microbatches import MicroBatches
-from .options import StageOptions
 from .plan import Plan, balanced_plan
-from .stages import Stages
+from .stages import StageOptions, Stages
 
 
 @dataclass

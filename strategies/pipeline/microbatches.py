@@ -1,8 +1,4 @@
-"""Run a training step in micro-batches, forward and backward: a loop over the tasks of a schedule, on one thread.
-
-Where micro-batches alternate, a step gives way between stages. As it may be anybody's code, it is a coroutine by a
-thread on which it waits, while the loop goes on. The work of accelerators is only queued meanwhile.
-"""
+"""Run a training step in micro-batches, forward and backward: a loop over the tasks of a schedule, on one thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,8 +26,7 @@ from ..core.executor import Piece, ThreadState, Turns, reraised
 from ..core.module_checks import is_metric
 from ..core.patching import LIGHTNING_KEYS, hooks_of
 from ._gradients import EarlyGradients
-from .options import ScheduleName
-from .stages import Stages
+from .stages import ScheduleName, Stages
 
 
 class Task(NamedTuple):
@@ -44,13 +39,6 @@ class Task(NamedTuple):
 
 def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stage: int) -> list[Task]:
     """List the tasks of one stage, in order.
-
-    `1f1b`: a stage runs forward as many micro-batches as there are stages from it to the last; then one backward, one
-    forward, and so on. So stage s keeps the activations of at most k − s micro-batches.
-
-    `gpipe`: all forward, then all backward, the last one first. Every stage keeps the activations of all micro-batches.
-
-    With 4 micro-batches on 2 stages, where each task runs as soon as what it needs is done:
 
     ```
     1f1b      0   1   2   3   4   5   6   7   8   9     gpipe     0   1   2   3   4   5   6   7   8   9
@@ -73,10 +61,7 @@ def stage_order(name: ScheduleName, num_microbatches: int, num_stages: int, stag
 
 @cache
 def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> list[Task]:
-    """Put the tasks of all stages in one order, for a single thread that queues the work of devices.
-
-    A backward pass is launched whole, through all stages; it stands for its task on the last stage.
-    """
+    """Put the tasks of all stages in one order, for a thread that queues them; a backward pass is launched whole."""
     orders = [deque(stage_order(name, num_microbatches, num_stages, stage)) for stage in range(num_stages)]
     launched: list[Task] = []
     while any(orders):
@@ -89,11 +74,7 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
 
 
 class MicroBatches:
-    """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward.
-
-    Under `1f1b` steps are interrupted between stages; but those of the first step run one after the other, as do all of
-    a module that keeps state between its layers (see `_ModuleState`) or is placed by hand.
-    """
+    """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward."""
 
     def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str, lists: EvaluationLists) -> None:
         self._layout = layout
@@ -111,10 +92,7 @@ class MicroBatches:
         gradients: EarlyGradients,
         meet: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run one training step per micro-batch, and go backward with all but the last one to do so.
-
-        `meet` is called when all have been forward, before the first goes backward; None if they need not wait.
-        """
+        """Run a step per micro-batch, all but the last one backward, too, after `meet` if all losses are needed."""
         given = enumerate(zip(names, calls, strict=True))
         pieces = [
             Piece(self._layout.devices[0], name, partial(self._forward, i, call, gradients))
@@ -204,14 +182,9 @@ class _Step(Turns):
 
 
 class _ModuleState:
-    """Finds out whether the micro-batches of a module may alternate.
+    """Finds out, by watching the first micro-batch, whether the micro-batches of a module may alternate.
 
-    They would mix what a step keeps on the module from one layer to the next: a list of features, a flag or
-    `requires_grad` for some calls, parameters that `functional_call` swaps. So the first micro-batch of a run is
-    watched. If it has changed anything where it enters another stage, or at its end, or is then in a block that is not
-    its own (forward differentiation, or a checkpointed function that draws random numbers), they run one by one. So do
-    those of a module with hooks, which may keep anything anywhere. Left out are torchmetrics' metrics, and statistics
-    of BatchNorm, which micro-batches update one by one.
+    They would mix what a step keeps on the module from one layer to the next, and blocks of a thread that are open.
     """
 
     def __init__(self, module: nn.Module, stages: Stages) -> None:

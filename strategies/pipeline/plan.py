@@ -27,12 +27,7 @@ class Part(NamedTuple):
 
 
 def find_parts(module: nn.Module, names: Sequence[str] = ()) -> list[Part]:
-    """List the parts of a module, which hold every parameter and buffer; those in `names` are parts, or whole ones.
-
-    A part is placed whole. Opened, so that their children are parts, are modules that do nothing but call them: the
-    root, `nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`, an only child of an opened module, and ancestors of
-    `names`. Modules without parameters and buffers are not parts: they run where their inputs are.
-    """
+    """List the parts of a module that can be placed apart; those in `names` are parts, or whole ones."""
     verify_shapes(module)
     verify_unscripted(module)
     ancestors = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}

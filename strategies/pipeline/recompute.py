@@ -55,10 +55,7 @@ class Recompute:
         self.remove()
 
     def install(self, module: nn.Module, partition: object = "auto") -> None:
-        """Have parts recomputed until `remove`, also in copies of the module, before it is placed, cut or copied.
-
-        Chosen are the parts that stages are made of, by their `partition`, but for single layers of torch's.
-        """
+        """Have parts recomputed until `remove`, also in copies of the module, before it is placed, cut or copied."""
         self.remove()
         if not self.is_on:
             return

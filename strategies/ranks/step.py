@@ -31,7 +31,7 @@ from ..core.loop_contract import StepContract
 from ..core.module_log import lightning_modules, log_nothing, module_log, received
 from ..core.patching import Kept, copied, kept_metrics, replaced
 from ..core.types import Batch
-from ..data.shares import RankShares
+from ..data.loaders import RankShares
 from ..distributed.metrics import Part, RunMetrics
 from ..distributed.objects import gather_objects, gather_unequal
 from ..distributed.same_weights import Agreement

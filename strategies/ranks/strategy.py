@@ -42,8 +42,8 @@ from ..distributed.store import kubeflow, num_processes
 from ..distributed.survivors import Regrouped
 from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
 from ..pipeline.layout import StageLayout
-from ..pipeline.options import StageOptions
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
+from ..pipeline.stages import StageOptions
 from ..replicas.layout import ReplicaLayout, ReplicaOptions
 from ..sharding.optimizer_shards import OptimizerShards
 from .gradient_sync import GradientSync

@@ -29,8 +29,7 @@ from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_plain
 from ..core.patching import Replacement
 from ..core.rng import RandomState, random_state, set_random_state, swapped_random_state
-from ..data.loaders import LoaderRole
-from ..data.shares import goes_whole, verify_side_by_side
+from ..data.loaders import LoaderRole, goes_whole, verify_side_by_side
 from ..data.streams import Divided
 from ..distributed.objects import broadcast_object
 from .gradient_sync import GradientSync

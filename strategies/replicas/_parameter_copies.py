@@ -1,11 +1,7 @@
 """Copies of parameters in the graph of the root's: a backward pass through replicas ends at the root's parameters.
 
-    loss ┬─ the root's part ──────────────────────┬─ the root's parameters: hooks, DDP's reducer, accumulation
-         └─ a replica's part ─ copies ─ one node ─┘
-                                        sums the gradients of all replicas, on the root's device
-
-The copies of a bucket of parameters, on all devices, are the outputs of one node, which is made once: later values are
-written to the same copies. So autograd knows all that there is to know, and nothing else needs to know of replicas.
+loss ┬─ the root's part ──────────────────────┬─ the root's parameters: hooks, DDP's reducer, accumulation
+     └─ a replica's part ─ copies ─ one node ─┘  (it sums the gradients of all replicas, on the root's device)
 """
 
 from collections import OrderedDict
@@ -18,17 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..core.devices import buckets, current_stream, has_streams, is_accelerator, to_device
-from ..core.side_streams import beside, finish_beside, finish_copy, start_copy, work_so_far
+from ..core.transfers import beside, finish_beside, finish_copy, start_copy, work_so_far
 
 BUCKET_BYTES = 2**25
 """Bytes moved between the root and a copy in one transfer."""
 
 
 class ParameterCopy(nn.Parameter):
-    """A replica's copy of a parameter. It is not a leaf of the graph, but can be frozen and unfrozen as one.
-
-    Gradients, and the hooks that see them, are the root's.
-    """
+    """A replica's copy of a parameter: no leaf of the graph, but can be frozen and unfrozen as one."""
 
     grad = None  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
     original: Tensor
@@ -77,11 +70,7 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def write(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> None:
-    """Copy tensors to tensors of the same shapes on other devices, in few transfers.
-
-    Args:
-        targets: for each copy tensors of one device, in the order of the sources.
-    """
+    """Copy tensors to lists of tensors of the same shapes, each list on one device, in few transfers."""
     with torch.inference_mode(False), torch.no_grad():
         away = [target for target in targets if sources and target[0].device != sources[0].device]
         for target in targets if sources else ():
@@ -96,13 +85,7 @@ def write(sources: Sequence[Tensor], targets: Sequence[Sequence[Tensor]]) -> Non
 
 
 def follow(parameters: Sequence[Tensor], copies: Sequence[Sequence[Tensor]], one_by_one: bool = False) -> None:
-    """Give the gradients of copies to the parameters, as far as these are trained.
-
-    Args:
-        copies: those of each replica, in the order of the parameters.
-        one_by_one: whether each parameter has a node of its own, so that it takes part in a backward pass only if the
-            loss depends on it; where a bundle of them takes part, some may get no gradient, and stay as they are.
-    """
+    """Give the gradients of each replica's copies to the parameters, `one_by_one` where DDP sees which take part."""
     for copy in (copy for own in copies for copy in own):
         copy.detach_()
     trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -148,10 +131,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Arrival(torch.autograd.Function):
-    """Parameters, whose gradients are summed beside their device's work: what follows waits for them.
-
-    The engine runs it after all that the root itself computes: its place in the order of the graph is the first.
-    """
+    """Parameters, whose gradients are summed beside the work of their device, which computes its own first."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> tuple[Tensor, ...]:

@@ -25,7 +25,6 @@ from ..batch.structure import BatchStructure
 from ..core.devices import is_accelerator, seconds_between, time_mark
 from ..core.errors import ConfigError
 from ..core.executor import Executor, Piece
-from ..core.mixed_devices import MixedDevices
 from ..core.module_checks import (
     is_compiled,
     resting_device,
@@ -34,7 +33,7 @@ from ..core.module_checks import (
     verify_unscripted,
 )
 from ..core.patching import Replacement
-from ..core.side_streams import from_host
+from ..core.transfers import MixedDevices, from_host
 from ..core.types import Batch, Chunk
 from .replicas import Replicas
 
@@ -44,15 +43,7 @@ _COMPILATIONS = 8
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How a process uses its replicas; `DataParallelStrategy` describes the options.
-
-    Args:
-        strategy: name that begins messages.
-        instead: what to set to have no replicas, for messages.
-        submodule: dotted name of the submodule to replicate; None replicates the whole module.
-        threads: run replicas in threads; None decides by the devices.
-        one_by_one: have each parameter take part in a backward pass by itself, for those who see which do (DDP).
-    """
+    """How a process uses its replicas; DDP, which sees which parameters take part, has these do so `one_by_one`."""
 
     strategy: str = "dp"
     instead: str = "strategy=ddp"
@@ -87,12 +78,7 @@ class Measurement:
 
 @dataclass
 class ReplicaLayout(PartsLayout):
-    """Runs every step on all replicas and combines what they return to the whole batch's result.
-
-    Args:
-        devices: one per replica, the root device first; they may repeat and mix.
-        policy: computes the samples per replica.
-    """
+    """Runs every step on all replicas, the root first, and combines what they return to the whole batch's result."""
 
     devices: list[torch.device]
     options: ReplicaOptions = field(default_factory=ReplicaOptions)
@@ -116,11 +102,7 @@ class ReplicaLayout(PartsLayout):
     @property
     @override
     def meeting_device(self) -> torch.device:
-        """The host, from where each chunk is copied straight to its device, so that no other holds more than its own.
-
-        It is the root device where a hook of the user's receives the batch and may use it there, where only a submodule
-        is replicated, and where there is no other device.
-        """
+        """Where batches wait: the host, from where chunks go to their devices; the root if a hook receives them."""
         root, is_begun = self.devices[0], self._replicas is not None
         if not is_accelerator(root) or len(set(self.devices)) == 1 or not is_begun or self._forward is not None:
             return root
@@ -267,17 +249,7 @@ class ReplicaLayout(PartsLayout):
         self, method: str, arguments: Sequence[Any], sizes: Sequence[int], loader: int = 0,
         reader: LossReader | None = None, values: Values | None = None,
     ) -> list[Any]:  # fmt: skip
-        """Call a method on every replica that has samples.
-
-        Args:
-            arguments: positional and keyword arguments per replica; tensors are moved to its device.
-            loader: index of the one that the batch is from.
-            reader: reads what each replica's loss divides by; None if the method returns none.
-            values: how what it logs follows from parts; None as for steps.
-
-        Returns:
-            The results of the replicas that were called, in order, each on its own device.
-        """
+        """Call a method on every replica that has samples; results are on their devices. No `reader`: no loss."""
         replicas = self._replicas
         assert replicas is not None, "the run has not begun"
         if replicas.refresh():

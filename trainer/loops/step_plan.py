@@ -29,7 +29,7 @@ from torch import Tensor
 from ...strategies import SingleDeviceStrategy
 from ...strategies.batch.one_process import OneProcessStrategy
 from ...strategies.core.loop_contract import NothingToDo
-from ...strategies.core.side_streams import from_host
+from ...strategies.core.transfers import from_host
 from ...strategies.core.types import Batch
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import contract_of

@@ -26,9 +26,8 @@ from ...strategies import ConfigError, SingleDeviceStrategy
 from ...strategies.batch.structure import num_samples
 from ...strategies.core.patching import replaced
 from ...strategies.core.types import Batch
-from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.plan import find_parts, tensors_of
-from ...strategies.pipeline.stages import Stages
+from ...strategies.pipeline.stages import StageOptions, Stages
 from ..callbacks.utilization import silence
 from ._topology import StageMemory, Topology, sharded
 

@@ -16,8 +16,8 @@ from ...strategies.distributed.store import num_processes
 from ...strategies.dp import DataParallelStrategy
 from ...strategies.fsdp import FSDPStrategy
 from ...strategies.model_parallel import ModelParallelStrategy
-from ...strategies.pipeline.options import StageOptions
 from ...strategies.pipeline.recompute import RecomputeOption
+from ...strategies.pipeline.stages import StageOptions
 from ...strategies.ranks.shard_sync import part_names
 from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import name_of

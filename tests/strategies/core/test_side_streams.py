@@ -12,7 +12,7 @@ import torch
 from late_device import Delays, needs_late_device
 from torch import Tensor, nn
 
-from evener.strategies.core.side_streams import beside, cross, finish_beside, finish_copy, from_host, start_copy
+from evener.strategies.core.transfers import beside, cross, finish_beside, finish_copy, from_host, start_copy
 
 pytestmark = needs_late_device
 

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from evener.strategies import ConfigError
 from evener.strategies.core.rng import random_state, set_random_state
-from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, source_of
+from evener.strategies.data.loaders import BatchSizeIs, LoaderRole, RankLoaders, RankShares, goes_whole, source_of
 from evener.strategies.data.sampling import Share
-from evener.strategies.data.shares import RankShares, goes_whole
 
 
 def numbers(num: int, batch_size: int | None = 1, **options: Any) -> Any:

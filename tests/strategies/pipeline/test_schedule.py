@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from evener.strategies import ModelParallelStrategy
 from evener.strategies.pipeline.microbatches import Task, stage_order
-from evener.strategies.pipeline.options import ScheduleName
+from evener.strategies.pipeline.stages import ScheduleName
 
 SCHEDULES: list[ScheduleName] = ["1f1b", "gpipe"]
 

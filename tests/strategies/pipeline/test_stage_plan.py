@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 
 from evener.strategies import ConfigError
 from evener.strategies.core.loop_contract import state_to_parameters
-from evener.strategies.pipeline.options import StageOptions
 from evener.strategies.pipeline.plan import auto_plan, balanced_cut, find_parts, named_plan
-from evener.strategies.pipeline.stages import Stages
+from evener.strategies.pipeline.stages import StageOptions, Stages
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from evener.strategies import ConfigError, DDPModelParallelStrategy, ModelParallelStrategy
 from evener.strategies.pipeline import layout as time_balance
 from evener.strategies.pipeline.layout import TimeBalance
-from evener.strategies.pipeline.options import StageOptions
-from evener.strategies.pipeline.stages import Stages
+from evener.strategies.pipeline.stages import StageOptions, Stages
 
 BY_TIME: dict[str, Any] = {"balance": "time", "num_microbatches": 2, "deterministic": False, "optimizer_copies": 0}
 CLOCK = [0.0]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.core.devices import resolve_devices
-from evener.strategies.pipeline.options import StageOptions
+from evener.strategies.pipeline.stages import StageOptions
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.cli.train import compose, prepare, train
 from evener.trainer.config.checks import annotations, instantiate, verify_config, verify_nested, verify_options

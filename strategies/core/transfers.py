@@ -1,16 +1,11 @@
 """Copy tensors between accelerators beside their work: on streams of their own at both ends, ordered by events.
 
-torch's own copy has the work of each wait for that of the other. Here only the copy waits for the source, and only what
-uses the copy waits for it:
-
-    source   work ── event ─────────── more work
-                       └─ outgoing: copy ┐
-    target   other work, meanwhile       └─ incoming: event ── work that uses the copy
-
-Each pair of devices has streams of its own, in each direction: a copy waits for no other that is ready later.
+source   work ── event ─────────── more work
+                   └─ outgoing: copy ┐
+target   other work, meanwhile       └─ incoming: event ── work that uses the copy
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +13,12 @@ from typing import Any
 import torch
 from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn, overrides
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 from .devices import has_streams, to_device
 from .types import Batch
@@ -47,11 +45,7 @@ def work_so_far(device: torch.device) -> torch.Event | None:
 def start_copy(
     tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
 ) -> tuple[list[Tensor], torch.Event | None]:
-    """Start copying tensors of one device to another, which are `ready` after an event, or this thread's work so far.
-
-    Returns:
-        The copies, and the event after which they have arrived: both are for `finish_copy`.
-    """
+    """Start copying tensors, `ready` after an event, to a device; the copies and an event are for `finish_copy`."""
     if not _copies_beside(tensors, device):
         return [to_device(tensor, device) for tensor in tensors], None
     source = tensors[0].device
@@ -126,11 +120,7 @@ def _stream(device: torch.device, name: str) -> torch.Stream:
 def cross(
     tensors: Sequence[Tensor], device: torch.device, ready: torch.Event | None = None
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Start moving tensors, as `start_copy` does, and their gradients back, beside the work of both if possible.
-
-    Returns:
-        The tensors there, and a function that makes the work which follows wait for them.
-    """
+    """Start moving tensors, as `start_copy` does, and their gradients back; returns them, and what waits for them."""
     if not _copies_beside(tensors, device) or not all(map(is_plain, tensors)):
         return [to_device(tensor, device) for tensor in tensors], lambda: None
     arrivals: list[torch.Event | None] = []
@@ -161,3 +151,98 @@ class _Crossing(torch.autograd.Function):
         finish_copy(moved, arrived, ctx.stream)
         back = iter(moved)
         return (None, None, None, *(None if grad is None else next(back) for grad in grads))
+
+
+_MIX = {
+    Tensor.to, Tensor.copy_, Tensor.type_as, Tensor.set_, Tensor.backward, torch.autograd.backward, torch.autograd.grad,
+    *(getattr(Tensor, name).__set__ for name in ("data", "grad")),
+}  # fmt: skip
+"""Take tensors of several devices as they are."""
+_CPU_LENGTHS = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"}
+"""Take lengths that stay on the CPU."""
+_JOINS = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+
+
+class MixedDevices(TorchFunctionMode):
+    """Runs operations on tensors of several devices on the last of these; in threads, too, unless it `stays`."""
+
+    def __init__(
+        self,
+        devices: Callable[[], Sequence[torch.device]],
+        move: Callable[[Tensor, torch.device], Tensor] = to_device,
+        stays: bool = False,
+    ) -> None:
+        super().__init__()
+        self._devices, self._move, self.stays = devices, move, stays
+
+    def begin(self) -> None:
+        """Put this thread in the mode, until `end`; other modes may begin and end meanwhile."""
+        overrides._push_mode(self)
+
+    def end(self) -> None:
+        """Take this thread out of the mode, and leave it in those that it has entered since."""
+        since = list[TorchFunctionMode]()
+        while self in overrides._get_current_function_mode_stack():
+            since.append(overrides._pop_mode())
+        for other in reversed(since[:-1]):
+            overrides._push_mode(other)
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or dict[str, Any]()
+        first: torch.device | None = None
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            device = tensor.device
+            if first is None:
+                first = device
+            elif device != first and func not in _MIX and _name(func) not in _CPU_LENGTHS:
+                args, kwargs = self._together(func, args, kwargs)
+                break
+        return func(*args, **kwargs)
+
+    def _together(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        devices, joins = list(self._devices()), _name(func) in _JOINS
+
+        def counts(tensor: Tensor) -> bool:  # a number on the CPU goes with all
+            return tensor.device in devices and (joins or not tensor.is_cpu or tensor.dim() > 0)
+
+        met = {tensor.device for tensor in _tensors((*args, *kwargs.values())) if counts(tensor)}
+        if len(met) < 2:
+            return args, kwargs
+        target = max(met, key=lambda device: len(devices) - devices[::-1].index(device))
+        written = kwargs.get("out", args[0] if _is_in_place(func) else None)
+        if isinstance(written, Tensor):
+            target = written.device
+
+        def moved(tensor: Tensor) -> Tensor:
+            return self._move(tensor, target) if counts(tensor) and tensor.device != target else tensor
+
+        return tree_map_only(Tensor, moved, (args, kwargs))
+
+
+def seen_by_others(values: Sequence[Any]) -> bool:
+    """Whether other modes than that of mixed devices, or types of tensors, take part in a call with these values."""
+    modes = overrides._get_current_function_mode_stack()
+    own = [value for value in values if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)]
+    return any(not isinstance(mode, MixedDevices) for mode in modes) or overrides.has_torch_function(own)
+
+
+def _tensors(values: Sequence[Any]) -> Generator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+def _is_in_place(func: Any) -> bool:
+    name = _name(func)  # `__iadd__`; the others that begin so take one tensor
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
