@@ -189,23 +189,6 @@ def checkpoint(devices: list[str]) -> str:
     return f"{len(files)} files equal"
 
 
-def command(*words: str) -> None:
-    """Run `train.py` on one device of the kind that is checked."""
-    script = Path(__file__).parents[1] / "train.py"
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-1500:]
-
-
-def automatic_batch_size(devices: list[str]) -> str:
-    """`batch_size=auto` finds a batch that fits, under 16-mixed."""
-    with tempfile.TemporaryDirectory() as folder:
-        command(
-            "experiment=char_lm", "strategy=single_device", "accelerator=cuda", "devices=1", "precision=16-mixed",
-            "data.batch_size=auto", "++trainer.max_steps=20", f"run_dir={folder}",
-        )  # fmt: skip
-    return "found, and trained 20 steps"
-
-
 def plan_error(devices: list[str]) -> str:
     """The memory that `mode=plan` computes is near the measured peak."""
     from evener.trainer.cli.train import prepare
@@ -451,7 +434,6 @@ def checks() -> list[Check]:
             one.append(Check(f"parity.{name}.{place}", partial(parity, name), devices, short=place == "twice"))
     one += [
         Check("checkpoint", checkpoint),
-        Check("automatic_batch_size", automatic_batch_size, short=False, limit_s=600),
         Check("plan", plan_error, short=False, limit_s=300),
         Check("step_overhead", step_overhead, limit_s=600),
     ]

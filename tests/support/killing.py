@@ -26,7 +26,7 @@ from torchmetrics import MeanMetric, RunningMean
 from evener.trainer.checkpoint._callback import Checkpoint
 from evener.trainer.checkpoint.file_io import find_newest
 from evener.trainer.job.log_file import graceful_stop
-from evener.trainer.loggers.tensorboard import TensorBoardLogger
+from evener.trainer.loggers.journal import TensorBoardLogger
 
 NUM_SAMPLES = 22
 BATCH_SIZE = 4

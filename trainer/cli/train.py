@@ -3,23 +3,26 @@
 Under a launcher rank 0 alone runs the command, and publishes its jobs.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
+from yaml import YAMLError
 
 from ...strategies import ConfigError
 from ...strategies.distributed.processes import die_with_parent
 from ..config.checks import strategy_name, verify_config
 from ..config.composing import Source, composition_sentence, incomplete, verify_own_data
 from ..job.result import DIVERGED, Result, show_summary
-from ..job.run import Run
-from ..job.start import module_of_run
+from ..job.run import OF_NAME, Run, checkpoint_of_name
 from ..launch import cluster
 from ..launch.launcher import launch
 
@@ -73,10 +76,6 @@ def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
 
 def advise(cfg: DictConfig) -> None:
     """Run `mode=compare` or `mode=plan` of a resolved configuration (`prepare`), and print the result."""
-    if (cfg.get("data") or {}).get("batch_size") == "auto":
-        raise ConfigError(
-            f"data.batch_size must be a number with mode={cfg.mode}; got data.batch_size=auto. Set data.batch_size."
-        )
     if cfg.mode == "compare":
         from ..study.compare import compare_strategies
 
@@ -135,6 +134,31 @@ def prepare(cfg: DictConfig) -> DictConfig:
             f"run_dir={cfg.run_dir} can't be written ({exc.strerror}). Set log_dir to a writable directory."
         ) from exc
     return cfg
+
+
+def module_of_run(cfg: DictConfig) -> DictConfig:
+    """Read the module's configuration of the run that `resume` names, or refuse another value of one of its options."""
+    if cfg.resume is None:
+        raise ConfigError("config=run takes the module's configuration from an earlier run. Name it with resume=last.")
+    checkpoint = checkpoint_of_name(cfg) if cfg.resume in OF_NAME else Path(cfg.resume)
+    files = (folder / ".hydra" / "config.yaml" for folder in checkpoint.absolute().parents[:3])
+    file = next((path for path in files if path.is_file()), checkpoint.parent / ".hydra" / "config.yaml")
+    try:
+        of_run: Any = OmegaConf.load(file)
+        module: Any = OmegaConf.create(OmegaConf.to_container(of_run.module, resolve=True))
+    except (OSError, ValueError, AttributeError, YAMLError, OmegaConfBaseException) as exc:
+        raise ConfigError(
+            f"config=run: {file} can't be read ({' '.join(str(exc).split())}). Give the module's options instead."
+        ) from exc
+    words = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    for key in [found[1] for word in words if (found := re.match(r"\+{0,2}module\.(\w+)=", word))]:
+        here, there = cfg.module.get(key), module.get(key)
+        if here != there:
+            raise ConfigError(
+                f"config=run takes module.{key}={there} from the run, but module.{key}={here} was given as well. Drop "
+                "one of them."
+            )
+    return module
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:

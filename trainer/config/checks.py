@@ -46,7 +46,7 @@ def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
         hint, default = parameters.get(name, (Any, ...))
         if (path := f"{key}.{name}") == "trainer.devices":
             hint = int | str | list[int | str]  # names, too
-        if value != default and (path, value) != ("data.batch_size", "auto"):  # it is replaced before
+        if value != default:
             verify_value(path, whole(value), hint)
 
 

@@ -276,6 +276,10 @@ def verify_plain(cfg: DictConfig) -> None:
             verify_value(key, whole(values[key]), hint)
     if values.get("extras.enforce_tags") is True and not cfg.tags:
         raise ConfigError("tags=[] is refused by extras.enforce_tags=true. Give some, such as tags=[baseline].")
+    if OmegaConf.select(cfg, "data.batch_size", throw_on_resolution_failure=False) == "auto":
+        raise ConfigError(
+            "data.batch_size=auto is no longer there. Give a number; mode=plan device_memory_gb=<GB> finds the largest."
+        )
     for key in ("log_dir", "run_dir"):
         if values.get(key) == "":
             raise ConfigError(f"{key} is empty. Give the path of a directory.")

@@ -1,5 +1,5 @@
 """Run a job in one process: build the objects, train, and write the result.
 
-Exports: run, start, result, log_file.
+Exports: run, result, log_file.
 May import: callbacks, checkpoint, loggers, config.
 """

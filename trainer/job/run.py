@@ -1,5 +1,7 @@
 """Run a job in one process: configuration → objects → fit, validate, test or predict → result."""
 
+import os
+import sys
 import traceback
 import warnings
 from dataclasses import dataclass, replace
@@ -18,18 +20,22 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 
 from ...strategies import ConfigError
+from ...strategies.core import rng
 from ...strategies.core.files import replacing
 from ...strategies.core.patching import replaced
 from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint import Checkpoint
-from ..checkpoint.snapshots import move_to_disk
-from ..config.checks import entries, instantiate, module_and_data, verify_target
-from ..loggers.tensorboard import TensorBoardLogger, hyperparameters
+from ..checkpoint.file_io import find_best, find_newest, good_or_newest
+from ..checkpoint.snapshots import move_to_disk, saved_in_memory
+from ..config.checks import AUTO, entries, instantiate, module_and_data, quiet_trainer, verify_target
+from ..loggers.journal import TensorBoardLogger, hyperparameters
 from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop
 from .result import DIVERGED, FINISHED, Result, WorkerError, environment
-from .start import checkpoint_folder, starting_checkpoint, with_batch_size, with_learning_rate
+
+OF_NAME = {"last": find_newest, "best": find_best}
+"""How the checkpoint is found for the values of `resume` that search the runs of a name."""
 
 
 @dataclass
@@ -86,17 +92,14 @@ def run(cfg: DictConfig) -> Result:
     """Run `cfg.mode` of a resolved configuration in this process."""
     if OmegaConf.select(cfg, "extras.ignore_warnings"):
         warnings.filterwarnings("ignore")
-    if (cfg.get("data") or {}).get("batch_size") == "auto":
-        cfg = with_batch_size(cfg)
     if cfg.seed is not None:
         # torch notes, for each kind of device, from where it was seeded, which reads the source of every frame
         with replaced(traceback, "format_stack", list):
             pl.seed_everything(cfg.seed, workers=True)
     checkpoint = starting_checkpoint(cfg)
-    named = entries("callbacks", cfg.get("callbacks"))
-    finders = [key for key, own in named if issubclass(verify_target(key, own, pl.Callback), LearningRateFinder)]
-    if finders and finders != ["callbacks"]:
-        cfg = with_learning_rate(cfg, [key.removeprefix("callbacks.") for key in finders], checkpoint)
+    for key, own in entries("callbacks", cfg.get("callbacks")):
+        if key != "callbacks" and issubclass(verify_target(key, own, pl.Callback), LearningRateFinder):
+            cfg = with_learning_rate(cfg, key.removeprefix("callbacks."), checkpoint)
     parts = build(cfg)
     trainer = parts.trainer
     started_in = environment(node_devices(trainer.strategy)) if trainer.is_global_zero else {}
@@ -113,6 +116,66 @@ def run(cfg: DictConfig) -> Result:
         result = replace(result, environment=started_in)
         result.write()
     return result
+
+
+def starting_checkpoint(cfg: DictConfig) -> str | None:
+    """Find the checkpoint to start from: after a restart the run's own newest, otherwise the one of `resume`."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if restarted or cfg.resume == AUTO:
+        # a run on one machine may have its snapshot in memory
+        newest = find_newest(cfg.run_dir, saved_in_memory(checkpoint_folder(cfg)) if cfg.num_nodes == 1 else None)
+        if newest is not None:
+            rank_zero_info(f"Restarted: continuing from {newest}")
+            return str(newest)
+    if cfg.resume in OF_NAME:
+        return str(checkpoint_of_name(cfg))
+    if cfg.resume in (None, AUTO):
+        return None
+    return str(good_or_newest(cfg.resume)) if cfg.mode == "fit" else cfg.resume
+
+
+def checkpoint_of_name(cfg: DictConfig) -> Path:
+    """Find the checkpoint of the runs of this name that `resume=last` or `best` means."""
+    home = Path(cfg.log_dir) / cfg.name
+    if (found := OF_NAME[cfg.resume](home)) is not None:
+        return found
+    ranked = " that says which is the best, as those of checkpoint=best do" if cfg.resume == "best" else ""
+    raise ConfigError(
+        f"resume={cfg.resume}: no checkpoint found under {home}{ranked}. Train first, or give resume=<path>."
+    )
+
+
+def with_learning_rate(cfg: DictConfig, name: str, checkpoint: str | None) -> DictConfig:
+    """Search for the learning rate by a callback, which is taken out of the run's own.
+
+    A run that goes on from a checkpoint keeps the rate of its optimizer.
+    """
+    found = cfg.copy()
+    options = found.callbacks.pop(name)
+    if cfg.mode != "fit" or checkpoint is not None or cfg.trainer.get("fast_dev_run"):
+        rank_zero_info("lr_finder is skipped: the run does not begin a training of its own.")
+        return found
+    finder: LearningRateFinder = instantiate(f"callbacks.{name}", {**options, "update": False})
+    if options.get("update") and finder.key not in cfg.module:
+        raise ConfigError(
+            f"callbacks.{name}.update=true needs the module's learning rate in the configuration, and module has "
+            f"no option {finder.key}. Add it to the module's file, or give its name: callbacks.{name}.key=..."
+        )
+    finder._early_exit = True  # as Lightning's Tuner has it: the search alone
+    whole: dict[str, Any] = {"max_epochs": -1, "check_val_every_n_epoch": sys.maxsize}
+    with rng.isolated():
+        module, data = module_and_data(cfg)
+        quiet_trainer(cfg, callbacks=[finder], accumulate_grad_batches=1, **whole).fit(module, datamodule=data)
+    rate = None if finder.optimal_lr is None else finder.optimal_lr.suggestion()
+    if options.get("update") and rate is not None:
+        rank_zero_info(f"lr_finder: module.{finder.key}={rate:.3g}")
+        found.module[finder.key] = rate
+    return found
+
+
+def checkpoint_folder(cfg: DictConfig) -> str | None:
+    """The directory of the run's checkpoints, if it writes any."""
+    return (cfg.get("checkpoint") or {}).get("dirpath")
 
 
 def keep_snapshot(cfg: DictConfig) -> None:

@@ -27,6 +27,7 @@ MISTAKES = [
     ("name=null", r"name=null is not allowed\. Give text\."),
     ("run_dir=''", r"run_dir is empty\. Give the path of a directory\."),
     ("devices=null", r"devices=null is not allowed\. Give a whole number, .* Such as devices=2"),
+    ("data.batch_size=auto", r"auto is no longer there\. Give a number; mode=plan .* finds the largest\."),
     ("compare.options=3", r"compare\.options=3 is not allowed\. Give a mapping\."),
     ("module.lr=fast", r"module\.lr=fast is not allowed\. Give a number"),
     (
@@ -48,7 +49,7 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(override: str, sent
 
 ALLOWED = [
     "trainer.max_steps=2e3", "trainer.max_time=00:01:00:00", "trainer.deterministic=warn", "precision=16", "seed=null",
-    "trainer.detect_nonfinite=off", "trainer.val_check_interval=0.25", "monitor=null", "data.batch_size=auto",
+    "trainer.detect_nonfinite=off", "trainer.val_check_interval=0.25", "monitor=null",
     "trainer.profiler=simple", "name=7", "devices=-1",
 ]  # fmt: skip
 

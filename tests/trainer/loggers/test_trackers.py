@@ -16,7 +16,7 @@ from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.config.checks import entries
 from evener.trainer.job.run import build
-from evener.trainer.loggers.tensorboard import hyperparameters
+from evener.trainer.loggers.journal import hyperparameters
 from evener.trainer.loggers.trackers import run_key
 
 

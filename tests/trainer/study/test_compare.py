@@ -236,7 +236,6 @@ def test_all_strategies_are_tried_with_their_options_unless_some_are_named(tmp_p
     [
         (["compare.warmup_steps=6"], r"compare\.steps=6 with compare\.warmup_steps=6 leaves too few steps to measure"),
         (["compare.strategies=[ddpp]"], r"compare\.strategies: ddpp is unknown.*Did you mean ddp\?"),
-        (["data.batch_size=auto"], r"data\.batch_size must be a number with mode=compare; got data\.batch_size=auto"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(
