@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, NoValue, known, module_log, received
-from .evaluation_lists import EvaluationLists
 from .exact.programs import RETURNED, Program
 from .exact.tape import Tape
 from .exact.verdict import Values
-from .part_lists import PartLists, given_lists
 from .part_metrics import PartMetrics, grouped
 from .results import FOUND, ChunkLosses, ResultStructure, chunk_losses, combine, is_loss
 
@@ -50,16 +48,14 @@ class LogRecorder:
         modules: Sequence[Sequence[nn.Module]],
         devices: Sequence[torch.device],
         strategy: str,
-        lists: EvaluationLists,
     ) -> None:
-        self._root, self._strategy, self._device, self._lists = root, strategy, devices[0], lists
+        self._root, self._strategy, self._device = root, strategy, devices[0]
         self.modules = [[m for m in part if isinstance(m, pl.LightningModule)] for part in modules]
         self.losses: list[Tensor] = []  # what `replay` logged as the loss of the batch
         self.metrics = PartMetrics(root, devices, strategy, lambda: self.part)
         self._running = threading.local()
         self._calls: list[list[_Call]] = []
         self._sizes: Sequence[int] = ()
-        self._appended: list[PartLists] = []  # of a training step, where lists are joined
         self._values, self._programs, self._step = Values(), dict[str, Program](), ("", 0)
         self._tapes: dict[int, Tape] = {}
         for copies in self.modules[1:]:  # a copy runs in steps alone
@@ -74,14 +70,7 @@ class LogRecorder:
         self._step, self._sizes = (step, loader), sizes
         self._calls = [[] for _ in self.modules]
         logs = ((module_log(module), partial(self._record, j)) for j, module in enumerate(self.modules[0]))
-        self._appended = []
-        if step == "training_step" and values.appends:
-            root = PartLists([vars(module) for module in self.modules[0]], values.appends)
-            root.begin()
-            self._appended = [root if part[0] is self.modules[0][0] else root.copied() for part in self.modules]
-        copies = [i for i, part in enumerate(self._appended) if part is not self._appended[0] and sizes[i]]
-        own = given_lists(self._appended, self.modules, copies) if copies else nullcontext()
-        with self.metrics.recording(sizes, values.rows.get(self._step, ())), received(logs), own:
+        with self.metrics.recording(sizes, values.rows.get(self._step, ())), received(logs):
             yield
 
     @property
@@ -100,8 +89,6 @@ class LogRecorder:
                 return call()
         finally:
             self._running.part = before
-            if self._appended:
-                self._appended[part].take((0, 0), self._sizes[part])
 
     def _record(self, module: int, name: str, value: Any, *args: Any, **options: Any) -> None:
         options.update(zip(LOG_OPTIONS, args, strict=False))
@@ -150,8 +137,6 @@ class LogRecorder:
                 made = self._of_parts(first.name, [call.part for call in same], kept, value)
                 value = self._values.noted(first.name, made)
             self.modules[0][first.module].log(first.name, value, **options)
-        if self._appended:
-            self._lists.join_trained(self._appended, [] if losses is None else losses.losses, loss)
 
     def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
         """Combine what `training_step` returned for each chunk that has samples, and log each recorded value once.

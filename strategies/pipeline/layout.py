@@ -163,7 +163,7 @@ class StageLayout(PartsLayout):
         """Run micro-batches on the stages as they are cut now."""
         if self._microbatches is not None:
             self._microbatches.close()
-        self._microbatches = MicroBatches(self.stages, self.module, self.strategy, self.structures.lists)
+        self._microbatches = MicroBatches(self.stages, self.module, self.strategy)
 
     @override
     def describe(self) -> str:

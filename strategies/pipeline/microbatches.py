@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import MetricCollection
 from typing_extensions import override
 
-from ..batch.evaluation_lists import EvaluationLists
 from ..batch.exact.loss_reader import Part
 from ..batch.log_recorder import LogRecorder
 from ..batch.meeting import InTurn, seated
@@ -76,12 +75,12 @@ def launch_order(name: ScheduleName, num_microbatches: int, num_stages: int) -> 
 class MicroBatches:
     """Runs micro-batches on the stages of a layout, each forward and, as soon as the schedule says so, backward."""
 
-    def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str, lists: EvaluationLists) -> None:
+    def __init__(self, layout: Stages, module: pl.LightningModule, strategy: str) -> None:
         self._layout = layout
         self._state = _ModuleState(module, layout)
         num = layout.options.num_microbatches
         modules, devices = [list(module.modules())] * num, [layout.meeting_device] * num
-        self.logs = LogRecorder(module, modules, devices, strategy, lists)
+        self.logs = LogRecorder(module, modules, devices, strategy)
         self._pool: ThreadPoolExecutor | None = None
         self._nests_backward = False
 

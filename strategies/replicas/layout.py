@@ -278,8 +278,7 @@ class ReplicaLayout(PartsLayout):
         """Record what new replicas log."""
         if is_compiled(replicas.root):
             allow_recompiling(len(set(self.devices)))
-        lists = self.structures.lists
-        self._logs = LogRecorder(replicas.root, replicas.modules(), self.devices, self.strategy, lists)
+        self._logs = LogRecorder(replicas.root, replicas.modules(), self.devices, self.strategy)
 
     def _piece(
         self, replicas: Replicas, i: int, method: str, arguments: Any, sizes: Sequence[int], reader: LossReader | None

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_structure
 
 from ...core.devices import is_out_of_memory
 from ...core.errors import ConfigError, PartsDiffer
@@ -19,10 +20,9 @@ from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..over_batch import end_of_step
-from ..part_lists import Appended, with_loss
 from ..results import ResultStructure, combine, is_loss, join_evaluated
 from ..run_structures import FewSamples, takes_others_batches
-from ..structure import BatchStructure, Path, walk
+from ..structure import BatchStructure, walk
 from .cuts import Cuts, Tried, said
 from .loss_reader import Part
 from .module_state import Written, are_alike, differences, gradients, small_parameters, tolerance, unlike
@@ -68,7 +68,7 @@ class StepComparison:
         self._loop = trainer.fit_loop if self._trains else trainer._active_loop
         reads = step == "predict_step" or hooked(f"on_{step[:-5]}_batch_end", trainer, by_user=True)
         self._results = strategy.structures.of_results(step, loader) if reads and not self._trains else None
-        self._lists = EvaluationLists() if accumulates else strategy.structures.lists
+        self._lists = None if self._trains else strategy.structures.lists
         self._look: tuple[int, MakesBatch, dict[Site, Any] | None] | None = None
         """How many samples were looked at, what makes them, and the operations of the step on them."""
         self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
@@ -178,9 +178,11 @@ class StepComparison:
             )
         self._verify_given(tried)
         self._verify_written(tried, verdict)
-        is_joined = not (self._trial.of_ranks or self._accumulates) and self._module.automatic_optimization
-        if is_joined or not self._trains:
-            self._verify_appended(tried, verdict)
+        if self._lists is not None:
+            self._verify_appended(self._lists, tried)
+        elif whole.appended and not (self._trial.of_ranks or self._accumulates):
+            names = ", ".join(dict.fromkeys(str(path[1]) for path in whole.appended))
+            verdict.told.append(f"{self._name}: {names} will have what training_step appends for each part of a batch.")
         if self._results is not None and not self._trial.of_ranks:
             self._verify_returned(self._results, tried)
         return None
@@ -214,39 +216,26 @@ class StepComparison:
         why = "returns what parts of a batch don't make. Return rows, or means."
         self._verify(lambda ran: ran.output, joined, tried, why)
 
-    def _verify_appended(self, tried: Tried, verdict: Verdict) -> None:
-        """Compare what is appended to lists of the module; those of training that parts don't make are told."""
-        parts, left = [part.appended for part in tried.parts], set[Path]()
-        if self._trains:
-            losses = [loss for part in tried.parts for loss in part.losses]
-            parts = [with_loss(own, losses, tried.whole.losses[0]) for own in parts]
+    def _verify_appended(self, lists: EvaluationLists, tried: Tried) -> None:
+        """Refuse parts that append to lists of the module what doesn't make the whole batch's."""
         for path in tried.whole.appended:
-            if f"{self._trial.step}.{path[1]}" in self._lists.options:  # the user's word
+            if f"{self._trial.step}.{path[1]}" in lists.options:  # the user's word
                 continue
+            joined: Any = None
             try:
-                self._verify_list(path, tried, parts)
-            except PartsDiffer as exc:
-                if not self._trains:
+                joined = lists.joined(self._trial.step, path, [part.appended for part in tried.parts])
+            except ConfigError as exc:
+                raise PartsDiffer(str(exc)) from exc
+            except RuntimeError as exc:  # rows of other shapes
+                if is_out_of_memory(exc):
                     raise
-                left.add(path[:2])
-                verdict.told.append(str(exc))
-        if self._trains:
-            verdict.appends |= {path[:2] for path in tried.whole.appended} - left
-
-    def _verify_list(self, path: Path, tried: Tried, parts: Sequence[Appended]) -> None:
-        joined: Any = None
-        try:
-            joined = self._lists.joined(self._trial.step, path, parts)
-        except ConfigError as exc:
-            raise PartsDiffer(str(exc)) from exc
-        except RuntimeError as exc:  # rows of other shapes
-            if is_out_of_memory(exc):
-                raise
-        why = (
-            f"appends to {path[1]} what parts of a batch don't make. Append rows that each sample makes by itself "
-            "(pad to a fixed length), or means over samples."
-        )
-        self._verify(lambda ran: [v for one in ran.appended.get(path, ()) for v in one.values], joined, tried, why)
+            why = (
+                f"appends to {path[1]} what parts of a batch don't make. Append rows that each sample makes by itself "
+                "(pad to a fixed length), or means over samples."
+            )
+            self._verify(
+                lambda ran, path=path: [v for one in ran.appended.get(path, ()) for v in one.values], joined, tried, why
+            )
 
     def _compare_values(self, seen: ProgramFinder, tried: Tried, verdict: Verdict) -> None:
         """Find how logged values that are no means over samples follow from parts; the loss has its plan."""
@@ -405,7 +394,9 @@ class StepComparison:
         for name in names:
             own, *others = (one.get(name) for one in (before, again, same))
             has_changed, is_random = (own and one and unlike(one.contents, own.contents) for one in others)
-            if has_changed and not is_random:
+            steps = [step.written[name] for step in tried.steps if name in step.written]
+            keys, *of_parts = (tree_structure(_without_lists(step.contents)) for step in steps)
+            if (has_changed or any(one != keys for one in of_parts)) and not is_random:
                 raise PartsDiffer(
                     f"{self._name}: {self._trial.step} adds up {name}, of which each rank would have its own. Use a "
                     "metric of torchmetrics, or append to a list of the module"

@@ -25,9 +25,9 @@ from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
 from ...core.patching import Replacement, hooks_of, kept_metrics, replaced
 from ...core.types import Batch
+from ..evaluation_lists import Appended, PartLists
 from ..meeting import Combine, Meeting, SimulatedRanks, seat, simulating
 from ..over_batch import ended
-from ..part_lists import Appended, PartLists
 from ..part_metrics import PartMetrics
 from ..results import combine, is_loss, weight_in
 from ..run_structures import seeded
@@ -215,7 +215,6 @@ class _Parts(Meeting):
     def _step(self, batch: Batch) -> None:
         trial, module, here = self._trial, self._trial.module, self._here
         lists = PartLists([vars(part) for part in lightning_modules(module)])
-        lists.begin()
         uses = _Uses(module, here) if trial.sees_calls else nullcontext()
         with nullcontext() if trial.together else _OneRank(), uses, here.tape:
             output: Any = getattr(module, trial.step)(batch, *trial.rest)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
-from ..structure import Path
 from .programs import RETURNED, Program, Programs, merged_rows
 from .tape import Tape
 
@@ -66,7 +65,6 @@ class Verdict:
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
         rows: the arguments of metrics that are rows, see `Values`.
-        appends: the attributes, by path, with lists to which parts append in training, and are joined.
         uneven: the submodules that parts don't call as the whole batch does: samples choose them.
         outside: those of which a step uses parameters outside of their forward.
         has_changed: whether the step computes otherwise by now; it is known where it was looked at.
@@ -80,7 +78,6 @@ class Verdict:
     unlike: str = ""
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
-    appends: set[Path] = field(default_factory=set[Path])
     failed: bool = False
     raised: bool = False
     in_chunks: bool = False
@@ -102,7 +99,6 @@ class Values:
         readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
             the samples are, or another number that is `given`.
         rows: of these steps the arguments of metrics that are rows of samples, also where a part of one has a number.
-        appends: the attributes with lists to which parts of a training batch append, see `Verdict`.
         over_ranks: whether other ranks have parts of the batch.
         calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
             names of the values, the rows of this process's part, and its own values.
@@ -111,15 +107,13 @@ class Values:
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])
     readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     rows: dict[tuple[str, int], set[Any]] = field(default_factory=dict[tuple[str, int], set[Any]])
-    appends: set[Path] = field(default_factory=set[Path])
     over_ranks: bool = False
     calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
 
     def learn(self, step: str, loader: int, found: Verdict) -> None:
-        """Keep what was found of what a step logs, gives metrics, and appends to lists."""
+        """Keep what was found of what a step logs, and gives metrics."""
         place = step, loader
         self.programs[place], self.readings[place], self.rows[place] = found.programs, found.readings, found.rows
-        self.appends = found.appends or self.appends
 
     def reading(self, step: str, loader: int, name: str) -> str:
         """What the `batch_size` of a value is; `samples` if that is not known."""

@@ -1,4 +1,4 @@
-"""Lists that steps append to have one element per global batch, as on one device: in evaluation when the epoch ends."""
+"""Lists that steps of evaluation append to have one element per global batch, as on one device, when the epoch ends."""
 
 from collections import defaultdict
 from typing import Any
@@ -37,11 +37,10 @@ class Collecting(Net):
         self.by_name: dict[str, list[Tensor]] = defaultdict(list)
         self.by_loader: list[list[Tensor]] = [[], []]
         self.names: list[str] = []
-        self.scores: dict[str, float] = {}
         self.ends: list[Any] = []
 
     def on_validation_epoch_start(self) -> None:
-        self.outs, self.scores = [], {}
+        self.outs = []
         for values in (self.by_name, self.names, *self.by_loader):
             values.clear()
 
@@ -58,8 +57,6 @@ class Collecting(Net):
         self.by_name["right"].append((logits.argmax(1) == y).sum())
         self.by_loader[dataloader_idx].append(logits[y > 0])
         self.names.extend(names)
-        keys = [f"{dataloader_idx} {name}" for name in names]
-        self.scores.update(dict(zip(keys, logits[:, 0].tolist(), strict=True)))
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return self.validation_step(batch, batch_idx, dataloader_idx)
@@ -68,7 +65,7 @@ class Collecting(Net):
         probs, targets = torch.cat(self.by_name["probs"]), torch.cat(self.by_name["targets"])
         self.log("f1", f1_score(probs, targets, "multiclass", num_classes=3, average="macro"))
         self.log("mean_loss", torch.stack([out["loss"] for out in self.outs]).mean())
-        lists = (self.outs, dict(self.by_name), self.by_loader, self.names, sorted(self.scores.items()))
+        lists = (self.outs, dict(self.by_name), self.by_loader, self.names)
         self.ends.append(tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray) else leaf, lists))
 
     on_test_epoch_end = on_validation_epoch_end
@@ -291,55 +288,40 @@ def test_what_steps_append_that_parts_do_not_make_is_of_whole_batches(strategy: 
 
 
 class Trained(Net):
-    """Appends to lists in training; the loss is a mean over some of the samples."""
+    """Appends in training to one list, and in evaluation keys to a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outs: list[Any] = []
-        self.means: list[float] = []
-        self.rates: list[float] = []
-        self.held = {"rates": self.rates}
-        self.firsts: list[float] = []
-        self.ends: list[Any] = []
+        self.nums: list[int] = []
+        self.sums: dict[int, float] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        loss = (torch.nn.functional.cross_entropy(logits, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()
-        self.outs.append({"loss": loss, "logits": logits.detach(), "squares": logits.square().mean().detach()})
-        self.means.append(loss.item())
-        self.rates.append(0.5**self.global_step)
-        self.firsts.extend(x[:, 0].tolist())
-        return loss
+        self.nums.append(len(batch[1]))
+        return super().training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert len(self.means) == batch_idx + 1
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch_mean", torch.stack([out["loss"] for out in self.outs]).mean())
-        outs = [{**out, "loss": out["loss"].detach()} for out in self.outs]
-        self.ends.append((outs, *map(list, (self.means, self.rates, self.held["rates"], self.firsts))))
-        for values in (self.outs, self.means, self.rates, self.firsts):
-            values.clear()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        self.sums.update({round(row[0].item() * 1e6): self(row).sum().item() for row in x})
 
 
-@pytest.mark.parametrize("num", [10, 9])  # the last batch has two samples, or one
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallelStrategy,
-        lambda: BalancedDataParallelStrategy(weights=[1, 2, 1]),
-        lambda: ModelParallelStrategy(["cpu"] * 2, num_microbatches=3),
-    ],
-)
-def test_lists_of_training_steps_have_one_devices_elements(strategy: Any, num: int) -> None:
-    case = Case(Trained, num=num)
-    found: list[Any] = []
-    for one, devices in ((SingleDeviceStrategy(), 1), (strategy(), 3)):
-        torch.manual_seed(3)
-        module = Trained().double()
-        trainer = make_trainer(case, one, devices=devices)
-        trainer.fit(module, case.loader(), case.loader())
-        found.append((module.ends, dict(trainer.callback_metrics)))
-    assert len(found[0][0]) == 2
-    assert_same(found[1], found[0], 1e-10)
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, lambda: ModelParallelStrategy(num_microbatches=2)])
+def test_lists_of_training_steps_have_an_element_per_part(strategy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    case, module = Case(Trained, num=9, trainer={"max_epochs": 1}), Trained().double()
+    with caplog.at_level("INFO", logger="pytorch_lightning.utilities.rank_zero"):
+        make_trainer(case, strategy(), devices=2).fit(module, case.loader(), case.loader())
+    assert module.nums == [2, 2, 2, 2, 1]
+    assert "nums will have what training_step appends for each part of a batch." in caplog.text
+
+
+def _keyed(strategy: Any, devices: int) -> Any:
+    torch.manual_seed(3)
+    case, module = Case(num=10), Trained().double()
+    make_trainer(case, strategy, devices=devices).validate(module, case.loader(), verbose=False)
+    return module.sums
+
+
+def test_keys_that_evaluations_add_to_a_dictionary_are_all_on_every_rank() -> None:
+    expected = _keyed(SingleDeviceStrategy(), 1)
+    assert len(expected) == 10
+    for found in run_ranks(_keyed, 2, DDPStrategy(batch_size_is="global"), 2):
+        assert_same(found, expected, 1e-12)
