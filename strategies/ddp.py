@@ -13,7 +13,7 @@ from .batch.structure import BatchDims
 from .core.errors import ConfigError
 from .core.options import Count, checked, hints_of
 from .data.loaders import BatchSizeIs
-from .distributed.options import Compression, compression_hook, reducer_options
+from .distributed.wrapper import Compression, compression_hook, reducer_options
 from .pipeline.recompute import RecomputeOption
 from .pipeline.stages import StageOptions
 from .ranks.gradient_sync import GradientSync

@@ -69,6 +69,18 @@ def reduce_tensor(tensor: Any, group: Any | None = None, reduce_op: Any = "mean"
     return result.div_(dist.get_world_size(group)) if mean else result
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor, group: Any) -> Tensor:
+        ctx.group, total = group, summand.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _Sum.apply(grad_outputs[0], ctx.group), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, sizes: Sequence[int], group: Any) -> Tensor:
@@ -81,8 +93,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        gradient = grad_outputs[0].contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
+        gradient: Tensor = _Sum.apply(grad_outputs[0], ctx.group)
         return gradient.split(ctx.sizes)[dist.get_rank(ctx.group)], None, None
 
 

@@ -1,8 +1,7 @@
 """Compare weights over the ranks: at the start, after the first step of each optimizer, and at epochs' ends.
 
-Ranks train apart, without a word, where a module computes gradients that nobody averages (as by `loss.backward()` in
-manual optimization), a hook adds noise of each rank's own to them, or changes a learning rate or weights by what its
-rank alone has computed.
+Ranks train apart where a module computes gradients that nobody averages (as by `loss.backward()` in manual
+optimization), or a hook changes gradients, a learning rate or weights by what its rank alone has computed.
 """
 
 import math
@@ -35,14 +34,12 @@ class Digest(NamedTuple):
     norm: float
     unit: float
 
-    def apart(self, other: "Digest") -> float:
-        """By how much ranks have other values, relative to the norm; that training has failed shows by itself."""
+    def is_apart(self, other: "Digest", tolerance: float) -> bool:
+        """Whether ranks have other values than by rounding; that training has failed (nan) shows by itself."""
+        apart, most = (self.total - other.total, self.norm - other.norm), max(tolerance, _ROUNDED * self.unit)
         if self.name != other.name:
-            return math.inf
-        if not all(map(math.isfinite, (*self[1:3], *other[1:3]))):
-            return 0.0
-        difference = max(abs(self.total - other.total), abs(self.norm - other.norm))
-        return difference / (max(self.norm, other.norm) or 1.0)
+            return True
+        return all(map(math.isfinite, apart)) and max(map(abs, apart)) > most * (max(self.norm, other.norm) or 1.0)
 
 
 def digests(named: Iterable[tuple[str, Tensor]]) -> Iterator[Digest]:
@@ -66,12 +63,11 @@ def trained(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Digest]:
     return [*digests(rates), *digests(module.named_parameters())]
 
 
-def _first_differing(ranks: Sequence[Sequence[Digest]], tolerance: float = 0.0) -> tuple[str, float] | None:
-    """The name of the first tensor that is another one on another rank than by rounding, and by how much."""
+def _first_differing(ranks: Sequence[Sequence[Digest]], tolerance: float = 0.0) -> str | None:
+    """The name of the first tensor that is another one on another rank, by more than a tolerance, in norms."""
     for same in zip_longest(*ranks, fillvalue=Digest("", 0.0, 0.0, 0.0)):
-        apart = max(map(same[0].apart, same))
-        if apart > max(tolerance, _ROUNDED * same[0].unit):
-            return next(one.name for one in same if one.name), apart
+        if any(same[0].is_apart(other, tolerance) for other in same):
+            return next(one.name for one in same if one.name)
     return None
 
 
@@ -119,7 +115,7 @@ class Agreement:
         self._stepped = set[int]()  # those that have made it: one must not lose a hook while it calls its hooks
         self._written: list[Digest] = []
         self._num_due = 0  # times that the weights are to be compared before anything else happens to them
-        self._told = set[str]()
+        self._has_told = False
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare now, after the next training step, and after the next step of each of these optimizers."""
@@ -156,32 +152,22 @@ class Agreement:
         layers = [(prefix, layer) for prefix, layer in module.named_modules() if not hasattr(layer, "running_mean")]
         buffers = [one for prefix, layer in layers for one in layer.named_buffers(prefix, recurse=False)]
         ranks = gather_objects((weights, [*digests(buffers)]))
-        if found := _first_differing([buffers for _, buffers in ranks]):
-            self._warn(
-                f"each rank has its own values of the buffer {found[0]}, computed of its samples; rank 0's are saved. "
-                "Compute them of self.all_gather(tensor), which has every rank's samples.",
-                "buffer",
+        found = _first_differing([buffers for _, buffers in ranks])
+        if found and not self._has_told:
+            self._has_told = True
+            rank_zero_warn(
+                f"{self._strategy}: each rank has its own values of the buffer {found}, computed of its samples; rank "
+                "0's are saved. Compute them of self.all_gather(tensor), which has every rank's samples."
             )
-        if found := _first_differing([weights for weights, _ in ranks]):
+        self.compare([weights for weights, _ in ranks], 0.0)
+
+    def compare(self, ranks: Sequence[Sequence[Digest]], tolerance: float = _APART) -> None:
+        """Refuse ranks that have trained apart, by what each of them has `trained`; every rank must call it."""
+        if found := _first_differing(ranks, tolerance):
             raise ConfigError(
-                f"{self._strategy}: the ranks have different values of {found[0]}: each has changed it, or its "
-                "gradient, by what this rank alone has computed. Compute gradients by self.manual_backward(loss), "
-                "which averages them over the ranks, or average them yourself "
-                "(self.trainer.strategy.reduce(gradient)), or set strategy=single_device."
+                f"{self._strategy}: the ranks have different values of {found}: each has changed it, or its gradient, "
+                "by what this rank alone has computed. Compute gradients by self.manual_backward(loss), which averages "
+                "them over the ranks; compute what a hook or callback changes of what all ranks have: "
+                "self.trainer.strategy.reduce(x), self.all_gather(x), or trainer.callback_metrics that self.log(..., "
+                "sync_dist=True) has logged; or set strategy=single_device."
             )
-
-    def compare(self, ranks: Sequence[Sequence[Digest]]) -> None:
-        """Warn, once, of ranks that have trained apart, by what each of them has `trained` at the end of an epoch."""
-        if found := _first_differing(ranks, _APART):
-            self._warn(
-                f"the ranks have trained apart: {found[0]} differs between them by {found[1]:.1%}. A "
-                'hook or callback changes training by what its rank alone has, such as outputs["loss"]. Compute it of '
-                "what all ranks have: self.all_gather(x), trainer.strategy.reduce(x), or trainer.callback_metrics that "
-                "self.log(..., sync_dist=True) has logged.",
-                "weights",
-            )
-
-    def _warn(self, text: str, about: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
-            rank_zero_warn(f"{self._strategy}: {text}")

@@ -22,8 +22,8 @@ from ..batch.meeting import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.patching import replaced
-from ..distributed.options import name_unused_parameters
 from ..distributed.same_weights import verify_same_layout
+from ..distributed.wrapper import name_unused_parameters
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy

@@ -35,7 +35,7 @@ from ..data.loaders import RankShares
 from ..distributed.metrics import Part, RunMetrics
 from ..distributed.objects import gather_objects, gather_unequal
 from ..distributed.same_weights import Agreement
-from ..distributed.sync_batchnorm import SyncedBatchNorm
+from ..distributed.wrapper import SyncedBatchNorm
 
 if TYPE_CHECKING:
     from .strategy import RankStrategy

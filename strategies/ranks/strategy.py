@@ -35,12 +35,17 @@ from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.group import RankGroup
 from ..distributed.objects import backend_for, broadcast_object, gather_objects, reduce_tensor
-from ..distributed.options import verified_options, verify_static
 from ..distributed.same_weights import give_same_weights
 from ..distributed.script_launcher import ScriptLauncher, StartMethod
 from ..distributed.store import kubeflow, num_processes
 from ..distributed.survivors import Regrouped
-from ..distributed.sync_batchnorm import SyncBatchNorm, needs_two_samples, verify_whole_batch
+from ..distributed.wrapper import (
+    SyncBatchNorm,
+    needs_two_samples,
+    verified_options,
+    verify_static,
+    verify_whole_batch,
+)
 from ..pipeline.layout import StageLayout
 from ..pipeline.recompute import Recompute, RecomputeOption, verify_threads
 from ..pipeline.stages import StageOptions

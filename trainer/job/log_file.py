@@ -28,8 +28,8 @@ from ...strategies import ConfigError
 from ...strategies.core.files import is_library
 from ...strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ...strategies.distributed import survivors
-from ...strategies.distributed.options import UNUSED
 from ...strategies.distributed.processes import handled
+from ...strategies.distributed.wrapper import UNUSED
 from ...strategies.registry import stop_signal_of
 from ..checkpoint.file_io import find_newest
 from ..config.checks import strategy_name

@@ -25,7 +25,7 @@ from ...strategies.batch.results import loss_weight
 from ...strategies.core.devices import has_streams, precise_dtype
 from ...strategies.core.errors import did_you_mean
 from ...strategies.core.rng import generator_state
-from ...strategies.distributed.sync_batchnorm import SyncedBatchNorm
+from ...strategies.distributed.wrapper import SyncedBatchNorm
 from ...strategies.registry import process_devices
 from ..callbacks import RunSummary
 from ..config.checks import QUIET, LaunchPlan, plain, verify_config

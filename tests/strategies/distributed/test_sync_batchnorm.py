@@ -9,7 +9,7 @@ from distributed import run_ranks
 from regression import assert_same
 from torch import Tensor, nn
 
-from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
+from evener.strategies.distributed.wrapper import SyncBatchNorm
 
 SHARES = (3, 4, 0)  # samples of each rank; a rank without samples runs some other's with weight 0
 CASES: dict[str, tuple[nn.Module, tuple[int, ...], dict[str, Any]]] = {

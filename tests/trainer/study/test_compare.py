@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import STRATEGIES, ConfigError
-from evener.strategies.distributed.sync_batchnorm import SyncBatchNorm
+from evener.strategies.distributed.wrapper import SyncBatchNorm
 from evener.trainer import compose, train
 from evener.trainer.cli.train import prepare, run_job
 from evener.trainer.config.checks import verify_config
