@@ -28,7 +28,7 @@ class DataParallelStrategy(OneProcessStrategy):
     batch, and the gradients summed on the root device, which alone has an optimizer. Training equals
     `SingleDeviceStrategy`, except for BatchNorm statistics and random streams (docs/data_parallel.md).
 
-    A loss over the batch is computed on the root device, by `evener.over_batch` or `training_step_end(outputs)`. In
+    A loss over the batch is computed on the root device, by `evener.over_batch`. In
     manual optimization steps get whole batches, on the first device alone.
 
     Args:

@@ -1,14 +1,13 @@
 """Train on one device in one process: the reference that every other strategy must equal."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytorch_lightning as pl
 import pytorch_lightning.strategies as pl_strategies
 import torch
 from typing_extensions import override
 
-from .batch.over_batch import ended
+from .batch.over_batch import verify_no_step_end
 from .core.errors import ConfigError
 from .core.options import checked
 from .core.types import Device
@@ -51,16 +50,9 @@ class SingleDeviceStrategy(pl_strategies.SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        verify_no_step_end(trainer.lightning_module)
         self.recompute.begin(trainer)
         super().setup(trainer)
-        vars(self).pop("training_step", None)
-        module, step = trainer.lightning_module, self.training_step
-
-        def ended_step(*args: Any, **kwargs: Any) -> Any:
-            return ended(module, step(*args, **kwargs))
-
-        if hasattr(module, "training_step_end"):  # an attribute, so that loops see nothing to call where none has it
-            vars(self)["training_step"] = ended_step
 
     @override
     def teardown(self) -> None:

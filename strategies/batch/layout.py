@@ -23,7 +23,6 @@ from ..core.module_checks import has_batchnorm
 from ..core.types import Batch, Chunk
 from .exact.loss_reader import LossReader
 from .log_recorder import LogRecorder
-from .over_batch import end_of_step
 from .policies import Policy, without_single_samples
 from .results import losses_in
 from .run_structures import RunStructures
@@ -179,18 +178,14 @@ class SingleLayout(Layout):
         self.devices = list(devices)
         self.losses, self.reader = [], LossReader("")
         self._module: pl.LightningModule | None = None
-        self._end: Callable[[Any], Any] | None = None
 
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         self._module = trainer.lightning_module
-        self._end = end_of_step(self._module)
 
     @override
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         output = getattr(self._module, name)(*args, **kwargs)
-        if self._end is not None and name == "training_step":
-            output = self._end(output)
         self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
         return output
 
@@ -237,11 +232,7 @@ class PartsLayout(Layout):
         """Run a training step in parts of a batch; returns what the step would of the whole one."""
         chunks, sizes = self.cut(batch)
         outputs, attach = self.run_parts(chunks, sizes, rest)
-        results, end = self.structures.of_results("training_step"), end_of_step(self.module)
-        if end is not None:  # it computes the loss of the joined outputs
-            self.logs.replay(sizes)
-            return end(results.join(outputs, sizes, self.devices[0]))
-        result = self.logs.combine(outputs, sizes, results)
+        result = self.logs.combine(outputs, sizes, self.structures.of_results("training_step"))
         self.losses = self.logs.losses
         if isinstance(result, dict):
             return {**result, "loss": attach(result["loss"])}

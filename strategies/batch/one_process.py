@@ -23,6 +23,7 @@ from .exact.verdict import Views
 from .exact.verifier import find_evaluated, verified
 from .layout import Layout, OrWhole, WholeSteps, drop_layout
 from .meeting import gathered
+from .over_batch import verify_no_step_end
 from .results import weighs_in_loop
 from .run_structures import RunStructures, dataloader_index
 from .structure import BatchDims, verify_batch_dims
@@ -110,6 +111,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self.whole.names.clear()
         self.layout.whole = self.whole
+        verify_no_step_end(trainer.lightning_module)
         self.layout.verify(trainer)
         self.structures = RunStructures(self._batch_dims, EvaluationLists(self.strategy_name, self._batch_dims))
         super().setup(trainer)

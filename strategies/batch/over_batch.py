@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from ..core.errors import ConfigError
 from ..core.transfers import seen_by_others
 from .meeting import seat
 
@@ -98,10 +98,8 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        share: Tensor | float = ctx.share()
-        if isinstance(share, Tensor):
-            share = torch.where(share == 0, 1.0, share).to(grad_outputs[0])
-        return grad_outputs[0] / (share or 1.0 if not isinstance(share, Tensor) else share), None
+        share = torch.as_tensor(ctx.share(), dtype=grad_outputs[0].dtype).reshape(())
+        return grad_outputs[0] / torch.where(share == 0, 1.0, share), None
 
 
 def over_batch(fn: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -136,46 +134,21 @@ def _computed(fn: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[st
     given = (*args, *kwargs.values())
     if seen_by_others(given):
         return handle_torch_function(value_over_batch, given, fn, *args, **kwargs)
-    return _marked(_whole(fn, args, kwargs))
+    value = _whole(fn, args, kwargs)
+    is_followed = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+    return OverBatch.apply(value) if is_followed else value
 
 
 _value: Any = torch.compiler.disable(_computed)  # parts meet, and the node stays in the graph of a compiled loss
 
 
-def end_of_step(module: pl.LightningModule | None) -> Callable[[Any], Any] | None:
-    """The module's `training_step_end(outputs)`, which computes the loss from the outputs of a whole batch, or None.
-
-    It is given a process's outputs, and gets those of all ranks: tensors with a dimension are joined by rows, fractions
-    as means over samples; everything else is this rank's.
-    """
-    end = getattr(module, "training_step_end", None)
-    return None if end is None else partial(_ended, end)
-
-
-def ended(module: pl.LightningModule | None, output: Any) -> Any:
-    """What a training step returns in the end: what the module's `training_step_end` makes of it, if it has one."""
-    end = end_of_step(module)
-    return output if end is None else end(output)
-
-
-def _ended(end: Callable[[Any], Any], output: Any) -> Any:
-    ranks = _ranks[-1] if _ranks else None
-    if ranks is None or not ranks.is_part():
-        return end(output)
-    leaves, spec = tree_flatten(output)
-    values = {
-        i: one for i, one in enumerate(leaves) if isinstance(one, Tensor) and (one.dim() or one.is_floating_point())
-    }
-
-    def on_all(weights: Tensor, *joined: Tensor) -> Any:
-        for (i, own), rows in zip(values.items(), joined, strict=True):
-            leaves[i] = rows if own.dim() else rows @ weights.to(rows)
-        return end(tree_unflatten(leaves, spec))
-
-    weight = torch.as_tensor(ranks.share(), dtype=torch.float64).reshape(1)
-    rows = (value if value.dim() else value.reshape(1) for value in values.values())
-    ended = _combine({0: (on_all, [weight, *rows], {})})[0]
-    return {**ended, "loss": _marked(ended.get("loss"))} if isinstance(ended, dict) else _marked(ended)
+def verify_no_step_end(module: pl.LightningModule) -> None:
+    """Refuse Lightning 1's `training_step_end(outputs)`, in which a loss of the whole batch was computed."""
+    if hasattr(module, "training_step_end"):
+        raise ConfigError(
+            f"{type(module).__name__} defines training_step_end, which Lightning 2 doesn't call. Return the loss from "
+            "training_step, and compute what needs the whole batch in evener.over_batch(fn)(...)."
+        )
 
 
 def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -206,7 +179,7 @@ def _combine(brought: Mapping[int, Any]) -> Mapping[int, Any]:
             own[:] = [*everyones[:rank], *(_own_rows(rows, ranks.share) for rows in own), *everyones[rank + 1 :]]
     args, kwargs = _replaced(values, places, [torch.cat(column) for column in columns])
     value = fn(*args, **kwargs)
-    return {part: _beside(value, rows) for part, rows in parts.items()}
+    return {part: value.to(rows[0].device) if rows else value for part, rows in parts.items()}
 
 
 def _own_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
@@ -230,17 +203,6 @@ def _replaced(held: Sequence[Any], places: Sequence[tuple[int, Any]], values: Se
     for (i, key), value in zip(places, values, strict=True):
         new[i][key] = value
     return new
-
-
-def _beside(value: Any, rows: Rows) -> Any:
-    """A value on the device of a part."""
-    return value.to(rows[0].device) if isinstance(value, Tensor) and rows else value
-
-
-def _marked(value: Any) -> Any:
-    if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
-        return value
-    return OverBatch.apply(value)
 
 
 def _name(fn: Callable[..., Any]) -> str:

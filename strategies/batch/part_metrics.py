@@ -101,12 +101,12 @@ class PartMetrics:
         if method in ("compute", "reset"):
             raise PartsDiffer(
                 f"{name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
-                "itself (self.log('name', metric)), or call it in an epoch hook or in training_step_end"
+                "itself (self.log('name', metric)), or call it in an epoch hook"
             )
         if method == "forward":
             why = (
                 f"{name} has a value of the whole batch only, which the step uses. Log or return it as it is, or use "
-                "it in training_step_end or in an epoch hook"
+                "it in an epoch hook"
             )
             keys = list(metric.keys()) if isinstance(metric, MetricCollection) else [None]
             values = {key: no_value(why, PartsDiffer) for key in keys}
@@ -157,7 +157,7 @@ class PartMetrics:
                 raise
             raise PartsDiffer(
                 f"{self._strategy}: {type(calls[0].metric).__name__} {exc}, so that what the whole batch gives it "
-                "isn't known. Give it tensors with rows of samples, or call it in training_step_end or in an epoch hook"
+                "isn't known. Give it tensors with rows of samples, or call it in an epoch hook"
             ) from exc
         return (
             joined if own == first else tree_map_only(Tensor, lambda t: t.to(first) if t.device == own else t, joined)

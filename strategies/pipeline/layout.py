@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from ..batch.layout import Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
-from ..batch.over_batch import end_of_step, ended
 from ..batch.policies import Even
 from ..batch.results import FOUND, losses_in
 from ..batch.run_structures import RunStructures
@@ -77,13 +76,11 @@ class StageLayout(PartsLayout):
         module, self._gets_whole = trainer.lightning_module, False
         if not self.cut_by or trainer.state.fn != TrainerFn.FITTING:
             return
-        is_manual = not module.automatic_optimization
-        if is_manual or end_of_step(module) is not None:
-            why, where = ("optimizes", "manual_backward") if is_manual else ("ends its steps", "training_step_end")
-            tell = self._told.warn if is_manual else self._told.info
-            tell(
-                f"{self.strategy}: {type(module).__name__} {why} manually, so all micro-batches would wait for one "
-                f"another in {where}, their graphs in memory. Its steps get whole batches: {self.cut_by} has no effect."
+        if not module.automatic_optimization:
+            self._told.warn(
+                f"{self.strategy}: {type(module).__name__} optimizes manually, so all micro-batches would wait for one "
+                "another in manual_backward, their graphs in memory. Its steps get whole batches: "
+                f"{self.cut_by} has no effect."
             )
             self._gets_whole = True
             return
@@ -131,7 +128,7 @@ class StageLayout(PartsLayout):
             return step(*args, **kwargs)
         if self.cut_by:  # the last micro-batch is to begin its backward pass without waiting for the root device
             return self.train_parts(*args, **kwargs)
-        output = ended(self._module, step(*args, **kwargs))
+        output = step(*args, **kwargs)
         self.losses = losses_in(output)
         # Lightning, the gradient scaler and DDP expect the loss on the root device
         if not isinstance(output, dict):

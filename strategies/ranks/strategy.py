@@ -22,6 +22,7 @@ from ..balance.ranks import RankBalance
 from ..batch.evaluation_lists import EvaluationLists
 from ..batch.layout import STEPS, GlobalView, Layout, SingleLayout, drop_layout
 from ..batch.meeting import SimulatedRanks, gathered, simulated_ranks
+from ..batch.over_batch import verify_no_step_end
 from ..batch.run_structures import RunStructures
 from ..batch.structure import BatchDims, verify_batch_dims
 from ..core.errors import ConfigError
@@ -322,6 +323,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self._verify_options(trainer)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
         self.layout.whole = self.whole_batches.of_chunks
+        verify_no_step_end(trainer.lightning_module)
         self.layout.verify(trainer)
         self.recompute.begin(trainer, "auto" if self.stage_options is None else self.stage_options.partition)
         verify_takes_parts(trainer.lightning_module, self.strategy_name)

@@ -17,7 +17,6 @@ from ..batch.exact.verdict import Values
 from ..batch.layout import STEPS, Attach, PartsLayout
 from ..batch.log_recorder import LogRecorder
 from ..batch.meeting import Meeting, Seat, seat
-from ..batch.over_batch import end_of_step, ended
 from ..batch.policies import Even, Policy
 from ..batch.results import join_evaluated, losses_in
 from ..batch.run_structures import RunStructures, dataloader_index
@@ -176,8 +175,7 @@ class ReplicaLayout(PartsLayout):
         if name == "training_step":
             self.weights_changed()  # an optimizer may write to them before it calls its closure, perhaps again (SAM)
         if self._forward is not None:
-            output = getattr(self._module, name)(*args, **kwargs)
-            return ended(self._module, output) if name == "training_step" else output
+            return getattr(self._module, name)(*args, **kwargs)
         if name in self.whole.names:
             return self._whole_step(name, *args, **kwargs)
         return self.train_parts(*args) if name == "training_step" else self._evaluation_step(name, *args)
@@ -200,10 +198,8 @@ class ReplicaLayout(PartsLayout):
 
     @override
     def run_parts(self, chunks: Sequence[Chunk], sizes: Sequence[int], rest: Sequence[Any]) -> tuple[list[Any], Attach]:
-        reader = self.reader if end_of_step(self._module) is None else None
-        outputs = self._run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes, reader=reader)
-        if reader is not None:
-            reader.scale()
+        outputs = self._run("training_step", [((chunk, *rest), {}) for chunk in chunks], sizes, reader=self.reader)
+        self.reader.scale()
         return outputs, lambda loss: loss  # it is computed of theirs
 
     def measure(self) -> Measurement:
@@ -219,7 +215,6 @@ class ReplicaLayout(PartsLayout):
         with lists() if is_evaluated else nullcontext():
             output = getattr(self._module, name)(*args, **kwargs)
         if name == "training_step":
-            output = ended(self._module, output)
             self.losses = losses_in(output) if isinstance(output, dict) else []
         return output
 

@@ -297,16 +297,11 @@ class GatheredOverBatch(GatherInStep):
 
 
 @case(vectors(), stock=False)
-class StepEnd(Net):
-    """Lightning 1's hook: the loss is computed where the parts' outputs meet."""
+class OverBatchPairs(Net):
+    """The loss of all pairs is computed where the rows of parts meet."""
 
     def training_step(self, batch, batch_idx):
-        return {"z": self.net(batch[0]), "y": batch[1]}
-
-    def training_step_end(self, outputs):
-        z = F.normalize(outputs["z"], dim=-1)
-        same = (outputs["y"][:, None] == outputs["y"][None]).double()
-        loss = F.binary_cross_entropy_with_logits(z @ z.T, same)
+        loss = evener.over_batch(self.of_pairs)(F.normalize(self.net(batch[0]), dim=-1), batch[1])
         self.log("train_loss", loss)
         return loss
 

@@ -69,7 +69,6 @@ def _documented() -> dict[str, Any]:
 
 DOCUMENTED = _documented()
 MODULES: dict[str, Any] = {name: value for name, value in DOCUMENTED.items() if isinstance(value, type)}
-_Ended: Any = MODULES.pop("Ended")
 
 
 class Twice(Base):
@@ -168,17 +167,6 @@ class CachedOverBatchInHook(CachedOverBatch):
     automatic_optimization = True
 
 
-class Ended(_Ended):
-    """Its step returns fractions, too."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = super().training_step(batch, batch_idx)
-        return {**outputs, "parts": (outputs["z"].square().mean(), "same")}
-
-    def training_step_end(self, outputs: Any) -> Tensor:
-        return super().training_step_end(outputs) * (1 + outputs["parts"][0])
-
-
 def _loader(num: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
     x, y = torch.randn(num, FEATURES, generator=generator, dtype=torch.float64), torch.arange(num) % CLASSES
@@ -221,7 +209,6 @@ IN_ONE_PROCESS: dict[str, tuple[Callable[[], Any], int]] = {
     [
         *((strategy, kind) for strategy in IN_ONE_PROCESS for kind in MODULES.values()),
         *(("dp", kind) for kind in (CachedOverBatch, CachedInHook)),
-        *((strategy, Ended) for strategy in IN_ONE_PROCESS),
     ],
 )
 def test_a_loss_over_the_batch_trains_as_on_one_device(strategy: str, kind: Any) -> None:
@@ -243,7 +230,6 @@ RANKS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-OF_RANKS = {**MODULES, "Ended": Ended}
 GATHERED = {"OwnRows": OwnRows, "AllRows": AllRows, "Cached": Cached, "CachedOverBatch": CachedOverBatch}
 IN_HOOKS = {"CachedInHook": CachedInHook, "CachedOverBatchInHook": CachedOverBatchInHook}
 
@@ -251,7 +237,7 @@ IN_HOOKS = {"CachedInHook": CachedInHook, "CachedOverBatchInHook": CachedOverBat
 def _kinds(strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     if options:
         return {"CLIP": MODULES["CLIP"]}
-    return OF_RANKS | ({} if "_of_" in strategy else GATHERED) | (IN_HOOKS if strategy == "ddp" else {})
+    return MODULES | ({} if "_of_" in strategy else GATHERED) | (IN_HOOKS if strategy == "ddp" else {})
 
 
 def _fit_all(strategy: str, devices: int, options: dict[str, Any]) -> dict[str, Fitted]:
@@ -281,6 +267,17 @@ def _refused() -> str:
 def test_shards_refuse_gradients_that_a_hook_computes() -> None:
     for said in run_ranks(_refused, 2):
         assert "the loss has no graph, so that hooks compute the gradients" in said
+
+
+class Ended(Base):
+    def training_step_end(self, outputs: Any) -> Any:
+        return outputs
+
+
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy(), DataParallelStrategy(), DDPStrategy()])
+def test_lightning_1s_hook_is_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Ended defines training_step_end, .* in evener.over_batch\(fn\)"):
+        _fit(Ended, strategy)
 
 
 class Late(Base):

@@ -19,7 +19,6 @@ from ...core.module_log import NoValue
 from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
-from ..over_batch import end_of_step
 from ..results import ResultStructure, combine, is_loss, join_evaluated
 from ..run_structures import FewSamples, takes_others_batches
 from ..structure import BatchStructure, walk
@@ -155,8 +154,6 @@ class StepComparison:
         if self._trains:
             if not whole.losses:
                 raise Cannot("training_step returned no loss")
-            if end_of_step(self._module) is not None:
-                return None  # it computes the loss of the joined outputs
             found = [self._plan(call, seen, tried) for call in range(len(whole.losses))]
             verdict.plans = [plan for plan, _ in found]
             calls = [call for call, (_, why) in enumerate(found) if why]
@@ -201,7 +198,7 @@ class StepComparison:
         """Refuse parts that don't give metrics what the whole batch does; their losses are known to."""
         why = (
             "gives a metric other values in parts of a batch. Give it tensors with rows of samples, or call it in "
-            "training_step_end or in an epoch hook"
+            "an epoch hook"
         )
         for key, joined in tried.parts[0].given.items():
             self._verify(lambda ran, key=key: ran.given.get(key), joined, tried, why, tried.whole.losses)

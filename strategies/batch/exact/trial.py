@@ -27,7 +27,6 @@ from ...core.patching import Replacement, hooks_of, kept_metrics, replaced
 from ...core.types import Batch
 from ..evaluation_lists import Appended, PartLists
 from ..meeting import Combine, Meeting, SimulatedRanks, seat, simulating
-from ..over_batch import ended
 from ..part_metrics import PartMetrics
 from ..results import combine, is_loss, weight_in
 from ..run_structures import seeded
@@ -218,7 +217,6 @@ class _Parts(Meeting):
         uses = _Uses(module, here) if trial.sees_calls else nullcontext()
         with nullcontext() if trial.together else _OneRank(), uses, here.tape:
             output: Any = getattr(module, trial.step)(batch, *trial.rest)
-            output = ended(module, output) if trial.trains else output
         if not trial.of_ranks and self._hooks != _hooks(module):
             raise PartsDiffer(
                 f"{trial.strategy}: {trial.step} registers or removes hooks, as each part of a batch would. Register "
