@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..core.module_checks import hooked
 from ..core.module_log import LOG_OPTIONS, NoValue, known, module_log, received
-from .exact.programs import RETURNED, Program
-from .exact.tape import Tape
+from .exact.programs import RETURNED, Program, Tape
 from .exact.verdict import Values
 from .part_metrics import PartMetrics, grouped
 from .results import FOUND, ChunkLosses, ResultStructure, chunk_losses, combine, is_loss
@@ -187,7 +186,7 @@ class LogRecorder:
     def _of_parts(self, name: str, parts: Sequence[int], values: Sequence[Any], otherwise: Any) -> Tensor:
         """What a program makes of parts, if it makes their own values."""
         program = self._programs[name]
-        rows = [self._tapes[part].rows(program, self._device) for part in parts]
+        rows = torch.stack([self._tapes[part].rows(program, self._device) for part in parts])
         self._values.calls[-1][0][name] = merged = program.merged(rows)
         own = [torch.as_tensor(value).to(self._device) for value in values]
         fits = torch.stack([program.fits(row, value) for row, value in zip(rows, own, strict=True)]).all()

@@ -7,11 +7,9 @@ w_pj is the part's fraction of a mean, 1 for a sum, its share for what all parts
 by samples     a mean over samples: nothing is read in a step
 one weight     the whole loss counts by one leaf, as by a `loss_weight`: beside the loss, under the key `FOUND`
 all leaves     the loss counts by samples, and the gradients of its leaves are put in their place (`Part.scale`)
-
-That a plan is right is not decided here but by gradients, in `step_comparison.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -19,27 +17,21 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...core.devices import precise_dtype
 from ...core.errors import ConfigError, PartsDiffer
 from ..results import FOUND, weight_in
-from .programs import RETURNED, Program
-from .tape import Tape, active_tape
+from .programs import RETURNED, Tape
 from .verdict import OF_SAMPLES, Plan, Values
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
 
 class Part:
-    """The loss of one part of a batch.
+    """The loss of one part of a batch, of `num` samples, before its backward pass; 0 counts nothing of it.
 
-    Args:
-        loss: of shape (), before its backward pass.
-        num: samples of the part; 0 counts nothing of it.
-        tape: of the step.
-
-    Attributes:
-        rows: the leaves of the loss.
+    `rows` are the leaves of the loss, by the tape of the step; `handles` those of hooks on its graph.
     """
 
     num_hooks: ClassVar[int] = 0
@@ -47,80 +39,76 @@ class Part:
 
     def __init__(self, loss: Tensor, plan: Plan, num: float, tape: Tape) -> None:
         self.plan, self.loss, self.num = plan, loss, num
-        self.program = program = plan.program or Program((), ())
-        self.rows = [row if num else torch.zeros_like(row) for row in tape.rows(program, loss.device)]
-        self._numbers = tape.numbers(program)
         self.handles: list[Any] = []
-        """Hooks on the graph, which go with it."""
+        if plan.program is not None:
+            rows = tape.rows(plan.program, loss.device)
+            self.rows = rows if num else torch.zeros_like(rows)
+            self._numbers = {
+                j: entry.node
+                for j, leaf in enumerate(plan.program.leaves)
+                if leaf.grad and (entry := tape.by_site.get(leaf.site)) is not None
+            }
 
     @property
     def weight(self) -> Tensor | float:
         """What the whole loss counts by."""
-        if self.plan.base is None:
+        if self.plan.program is None or self.plan.base is None:
             return self.num
-        row = self.rows[self.plan.base]
-        return row[1] if self.program.leaves[self.plan.base].how == "mean" else row[2]
+        row = self.rows.split(self.plan.program.sizes)[self.plan.base]
+        return row[1 if self.plan.program.leaves[self.plan.base].how == "mean" else 2]
 
     def guard(self) -> None:
         """Have no gradient enter the leaves of a part that counts nothing: what divides by 0 makes nan of a 0."""
         weight = torch.as_tensor(self.weight)
         if weight.is_cpu and weight != 0:  # elsewhere to ask would wait
             return
-        for node in self._nodes().values():
+        for node in self._leaves().values():
             self._keep(node, partial(_none_without, weight))
 
-    def scale(self, merged: Sequence[Tensor], share: float) -> None:
+    def scale(self, merged: Tensor, share: float) -> None:
         """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.
 
-        Args:
-            merged: the leaves of the whole batch.
-            share: what the loss of this part is multiplied by in the whole batch's.
+        `merged` are the leaves of the whole batch, and `share` is what this part's loss is multiplied by in its loss.
         """
-        upstream, nodes = list[Tensor | None](), self._nodes()
+        assert self.plan.program is not None
+        upstream, nodes, program = list[Tensor | None](), self._leaves(), self.plan.program
         self._keep(self.loss.grad_fn, partial(_noted, upstream))
-        for j, slope in self.program.slopes(merged).items():
-            leaf = self.program.leaves[j]
-            if j not in nodes:
-                continue
-            own = slope * (share if leaf.how == "same" else 1.0)
-            if leaf.how == "mean":
-                by = self.rows[j][1]
-                own = torch.where(by == 0, 0.0, slope * by / merged[j][1])
-            self._keep(nodes[j], partial(_put, upstream, own, share, -1 - leaf.slot))
+        rows = zip(program.leaves, self.rows.split(program.sizes), merged.split(program.sizes), strict=True)
+        slopes = program.slopes(merged)
+        for j, (leaf, own, whole) in enumerate(rows):
+            if j in slopes and j in nodes:
+                slope = slopes[j] * (share if leaf.how == "same" else 1.0)
+                if leaf.how == "mean":
+                    slope = torch.where(own[1] == 0, 0.0, slope * own[1] / whole[1])
+                self._keep(nodes[j], partial(_put, upstream, slope, share, -1 - leaf.slot))
 
     def _keep(self, node: Any, hook: Any) -> None:
         self.handles.append(node.register_prehook(hook))
         Part.num_hooks += 1
 
-    def _nodes(self) -> dict[int, Any]:
+    def _leaves(self) -> dict[int, Any]:
         """The nodes of the graph that have computed the leaves, found by torch's numbers of them."""
-        found, wanted = dict[int, Any](), set(self._numbers.values())
-        for node in graph(self.loss, wanted):
-            if node._sequence_nr() in wanted:
-                found[node._sequence_nr()] = node
-                if len(found) == len(wanted):
-                    break
+        wanted = set(self._numbers.values())
+        found = {node._sequence_nr(): node for node in graph(self.loss, wanted) if node._sequence_nr() in wanted}
         return {j: found[number] for j, number in self._numbers.items() if number in found}
 
 
 def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
     """Yield the nodes of a loss's graph, each once, not below those of the numbers `ends`, or where parts meet."""
-    seen, left = set[Any](), [loss.grad_fn]
-    while left:
+    seen, left, missing = set[Any](), [loss.grad_fn], set(ends or ())
+    while left and (ends is None or missing):
         node: Any = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         yield node
+        missing.discard(node._sequence_nr())
         if ends is None or not (node._sequence_nr() in ends or "OverBatch" in node.name()):
             left += [child for child, _ in node.next_functions]
 
 
 class LossReader:
-    """Follows the plans of a run's losses.
-
-    Args:
-        strategy: name that begins messages.
+    """Follows the plans of a run's losses; `strategy` is the name that begins messages.
 
     Attributes:
         plan: of the loss that a step returns.
@@ -136,7 +124,7 @@ class LossReader:
         self._strategy = strategy
         self.plan = OF_SAMPLES
         self.parts: list[Part] = []
-        self.merged: list[Tensor] | None = None
+        self.merged: Tensor | None = None
         self.counts = True
         self.num_whole: float | None = None
         self.values = Values()
@@ -156,30 +144,28 @@ class LossReader:
 
     def begin_step(self, counts: bool = True, num_whole: float | None = None) -> None:
         """Begin a step on another batch."""
-        self.counts, self.num_whole, self.merged = counts, num_whole, None
-        if self.parts:
-            self.parts = []
+        self.counts, self.num_whole, self.merged, self.parts = counts, num_whole, None, []
 
     def reading(self, step: Callable[..., Any], num: float) -> Callable[..., Any]:
         """Return a step that reads its loss, of `num` samples, once it is known.
 
-        Raises:
-            ConfigError: it is computed otherwise than in the run's first step, as far as is known without waiting.
+        It raises ConfigError where the loss is computed otherwise than in the run's first step, as far as is known
+        without waiting; PartsDiffer in one process, which goes on with whole batches.
         """
         return step if self.plan.is_of_samples else partial(self._read, step, num)
 
     def _read(self, step: Callable[..., Any], num: float, *args: Any, **kwargs: Any) -> Any:
-        plan, tape = self.plan, active_tape()
+        plan, active = self.plan, [one for one in _get_current_dispatch_mode_stack() if isinstance(one, Tape)]
         assert plan.program is not None
         eagerly = nullcontext() if self._is_seen else torch.compiler.set_stance("force_eager")
-        with eagerly, nullcontext(tape) if tape is not None else Tape({RETURNED: plan.program}) as recording:
+        with eagerly, nullcontext(active[-1]) if active else Tape({RETURNED: plan.program}) as tape:
             output = step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or weight_in(output) is not None:
             return output
-        part = Part(loss, plan, num if self.counts else 0, recording)
+        part = Part(loss, plan, num if self.counts else 0, tape)
         if self.counts and loss.is_cpu and not plan.program.fits(part.rows, loss.detach()):
-            self.plan, is_alone = OF_SAMPLES, self.sum_over_ranks is None  # which goes on with whole batches
+            self.plan, is_alone = OF_SAMPLES, self.sum_over_ranks is None
             raise (PartsDiffer if is_alone else ConfigError)(
                 f"{self._strategy}: the loss is computed otherwise than in the first step, so what it divides by is "
                 'not known. Use evener.mean, or return {"loss": loss, "loss_weight": n} from training_step.'
@@ -201,15 +187,12 @@ class LossReader:
         if program is None or not self.plan.needs_all:
             return
         device = self.parts[0].loss.device if self.parts else torch.device("cpu")
-        rows = [part.rows for part in self.parts] or [[torch.zeros(size) for size in program.sizes]]
-        merged = program.merged(rows, device)
-        if self.sum_over_ranks is not None:
-            packed = torch.cat([row.to(precise_dtype(row.device)) for row in merged])
-            merged = list(self.sum_over_ranks(packed).split(program.sizes))
-        self.merged = merged
+        none = torch.zeros(sum(program.sizes), dtype=precise_dtype(device), device=device)
+        merged = program.merged(torch.stack([part.rows.to(none) for part in self.parts] or [none]))
+        self.merged = merged if self.sum_over_ranks is None else self.sum_over_ranks(merged)
         whole = self.num_whole or sum(part.num for part in self.parts)
         for part in self.parts:
-            part.scale(merged, part.num / whole)
+            part.scale(self.merged, part.num / whole)
 
 
 def _noted(upstream: list[Tensor | None], gradients: Gradients) -> None:

@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from ...core.module_log import NoValue
-from .programs import NUMBER, RETURNED, Leaf, Program, Ref, Site, merged_rows, operation, read_leaf
-from .tape import Entry, Tape, number_of
+from .programs import NUMBER, RETURNED, Entry, Leaf, Program, Ref, Site, Tape, number_of, operation
 from .verdict import OF_SAMPLES, Plan
 
-_CPU = torch.device("cpu")
 _WEIGHED = [(f"aten.{name}.Tensor", NUMBER) for name in ("add", "sub", "rsub", "mul")]
 """Operations by numbers that may be others in each step, such as weights that are annealed."""
 _SUMS = ("aten.sum", "aten.nansum", "aten.count_nonzero", "aten.bincount", "aten.histc", "aten.dot")
+_CLAMPS = ("clamp", "maximum", "minimum", "max.other", "min.other")
+"""Operations by which a number of the whole batch is another function of it than a part's."""
+_SAMPLES = -1
 
 
 @dataclass
@@ -47,10 +48,9 @@ class ProgramFinder:
         """The programs of logged values that are no mean over samples, and the names of those that have none."""
         found, unknown = dict[str, Program](), list[str]()
         for name, value in self.whole.tape.logged.items():
-            is_everywhere = all(name in part.tape.logged for part in self.parts)
-            if name == RETURNED or value.number is None or not is_everywhere or self._is_of_metric(name):
-                continue
-            if self._is_mean(name):
+            parts = [part.tape.logged[name] for part in self.parts if name in part.tape.logged]
+            is_everywhere = name != RETURNED and number_of(value.kept) is not None and len(parts) == len(self.parts)
+            if not is_everywhere or isinstance(parts[0].value, NoValue) or self._is_mean(name):  # or of a metric
                 continue
             program = self.program(name)
             if program is None:
@@ -59,18 +59,15 @@ class ProgramFinder:
                 found[name] = program
         return found, unknown
 
-    def _is_of_metric(self, name: str) -> bool:
-        """Whether parts log what a metric returns once it has been given the whole batch."""
-        return isinstance(self.parts[0].tape.logged[name].value, NoValue)
-
     def _is_mean(self, name: str) -> bool:
         """Whether a value is the mean of those of parts by samples, or by what was given as `batch_size`."""
         logged = [part.tape.logged[name] for part in self.parts]
-        whole, values = self.whole.tape.logged[name], [one.number for one in logged]
-        tolerance = _tolerance(whole.kept) * (1e-2 if _tolerance(whole.kept) < 1e-8 else 1.0)  # a program is exact
+        whole, values = self.whole.tape.logged[name].kept, [number_of(one.kept) for one in logged]
+        tolerance = _tolerance(whole) * (1e-2 if _tolerance(whole) < 1e-8 else 1.0)  # a program is exact
         for weights in ([part.num for part in self.parts], [number_of(one.batch_size) for one in logged]):
             total = 0 if None in weights else sum(weights)
-            if total and _near(sum(map(operator.mul, values, weights)) / total, whole.number, values, tolerance):
+            mean = sum(map(operator.mul, values, weights)) / total if total else None
+            if mean is not None and _near(mean, number_of(whole), values, tolerance):
                 return True
         return False
 
@@ -85,11 +82,13 @@ class ProgramFinder:
         except LookupError:
             return None
         program = Program(tuple(self._leaves), tuple(self._ops), out)
-        rows = [part.tape.rows(program, _CPU) for part in self.parts]
-        values = [part.tape.logged[name].number for part in self.parts]
+        rows = torch.stack([part.tape.rows(program, torch.device("cpu")) for part in self.parts])
+        values = [number_of(part.tape.logged[name].kept) for part in self.parts]
         found = [float(program.value(own)) for own in (*rows, program.merged(rows))]
-        tolerance = _tolerance(whole.kept)
-        fits = (_near(a, b, values, tolerance) for a, b in zip(found, (*values, whole.number), strict=True))
+        fits = (
+            _near(one, other, values, _tolerance(whole.kept))
+            for one, other in zip(found, (*values, number_of(whole.kept)), strict=True)
+        )
         return program if all(fits) else None
 
     def entries(self, site: Site) -> list[tuple[Entry, int]]:
@@ -98,16 +97,16 @@ class ProgramFinder:
 
     def _kind(self, entry: Entry) -> str:
         """Whether an operation reduces the batch (`leaf`), or comes after (`op`); else empty."""
-        others = [other for other, _ in self.entries(entry.site)]
         is_number = all(shape in ((), None) for shape in entry.result_shapes)
         by_data = torch.Tag.dynamic_output_shape in operation(entry.site[0]).tags  # as many as others by chance
-        if any(other.result_shapes != entry.result_shapes for other in others) or (by_data and not is_number):
+        is_other = any(other.result_shapes != entry.result_shapes for other, _ in self.entries(entry.site))
+        if is_other or (by_data and not is_number):
             return ""
-        given, varies = [i for i, shape in enumerate(entry.shapes) if shape is not None], self._varies(entry)
-        after = any(isinstance(entry.args[i], Ref) and self._kinds[entry.args[i].op] for i in given)
-        if after and not varies and all(entry.args[i] is not None for i in given):
-            return "op"
-        return "leaf" if varies or is_number else ""
+        given = [arg for arg, shape in zip(entry.args, entry.shapes, strict=True) if shape is not None]
+        if self._varies(entry):
+            return "leaf"
+        after = None not in given and any(isinstance(arg, Ref) and self._kinds[arg.op] for arg in given)
+        return "op" if after else "leaf" if is_number else ""
 
     def _varies(self, entry: Entry) -> bool:
         """Whether the shapes of what an operation is given depend on the samples."""
@@ -133,7 +132,7 @@ class ProgramFinder:
         arg = entry.args[i]
         if isinstance(arg, Ref) and self._kinds[arg.op]:
             return self._ref(arg)
-        is_number = isinstance(arg, (int, float)) and not isinstance(arg, bool)
+        is_number = type(arg) in (int, float)
         if is_number and i == 1 and entry.site[0].startswith("aten.div") and (by := self._item(entry)) is not None:
             return by
         varies = is_number and any(other.args[i] != arg for other, _ in self.entries(entry.site))
@@ -141,14 +140,13 @@ class ProgramFinder:
         return self._leaf(entry, i) if may_vary or entry.shapes[i] is not None else arg
 
     def _item(self, entry: Entry) -> Ref | None:
-        """What a number has been before that divides: `count.item()`, or `max(1, count.item())`."""
+        """What a number has been before that divides: `count.item()`, or `max(1, count.item())`; the latest first."""
         numbers = [other.args[1] for other, _ in self.entries(entry.site)]
         before = takewhile(lambda other: other is not entry, self.whole.tape.entries)
-        for item in reversed([*before]):  # the latest first
-            if item.site[0] != "aten._local_scalar_dense.default" or not isinstance(item.args[0], Ref):
-                continue
+        for item in reversed([one for one in before if one.site[0] == "aten._local_scalar_dense.default"]):
             counts = [number_of(piece.tape.value(item.site, 0)) for piece in self.pieces]
-            if None in counts or len(counts) != len(numbers) or not self._kinds[item.args[0].op]:
+            is_known = isinstance(item.args[0], Ref) and bool(self._kinds[item.args[0].op])
+            if not is_known or None in counts or len(counts) != len(numbers):
                 continue
             bounds = {number for number, count in zip(numbers, counts, strict=True) if number != count}
             if len(bounds) < 2 and numbers == [max(count, *bounds) if bounds else count for count in counts]:
@@ -164,7 +162,7 @@ class ProgramFinder:
         if value is None:
             raise LookupError
         result, dtype = entry.results[0], torch.float64 if isinstance(value, float) else None
-        if isinstance(value, float) and entry.site[1] == NUMBER and result is not None:
+        if isinstance(value, float) and entry.site[1] == NUMBER and isinstance(result, Tensor):
             dtype = result.dtype  # a count and a float make what torch's default is
         number = torch.as_tensor(value, dtype=dtype)
         grad = slot < 0 and entry.has_grad and number.is_floating_point()
@@ -181,11 +179,11 @@ class ProgramFinder:
 
     def _merges(self, leaf: Leaf, wanted: Tensor) -> bool:
         """Whether the whole's leaf is that of the parts, merged."""
-        tolerance, program = _tolerance(wanted) if wanted.is_floating_point() else 1e-9, Program((leaf,), ())
-        rows = torch.stack([row for part in self.parts for row in part.tape.rows(program, _CPU)])
-        found = [merged_rows(rows, leaf.how), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
+        tolerance, program = _tolerance(wanted) if wanted.is_floating_point() else 1e-9, Program((leaf,))
+        rows = torch.stack([part.tape.rows(program, torch.device("cpu")) for part in self.parts])
+        found = [leaf.merged(rows), *(rows[rows[:, 0] > 0] if leaf.how == "same" else ())]
         close = partial(torch.isclose, rtol=tolerance, atol=tolerance * float(rows.nan_to_num()[:, 2:].abs().max()))
-        return all(close(read_leaf(leaf, row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found)
+        return all(close(leaf.read(row).double(), wanted.double().cpu(), equal_nan=True).all() for row in found)
 
 
 def _tolerance(value: Any) -> float:
@@ -196,11 +194,6 @@ def _near(one: float, other: float, parts: Sequence[float], tolerance: float) ->
     if other != other or one != one:  # nan
         return one != one and other != other
     return abs(one - other) <= tolerance * max(1e-12, *(abs(part) for part in (other, *parts) if part == part))
-
-
-_CLAMPS = ("clamp", "maximum", "minimum", "max.other", "min.other")
-"""Operations by which a number of the whole batch is another function of it than a part's."""
-_SAMPLES = -1
 
 
 def proposals(seen: ProgramFinder) -> Iterator[Plan]:
@@ -222,24 +215,27 @@ def _bases(program: Program, seen: ProgramFinder) -> list[int]:
     if any(c in name for name, _ in program.ops for c in _CLAMPS):
         return []
     draw = partial(torch.randint, 1, 50, generator=torch.Generator(), dtype=torch.float64)
-    one, samples = torch.ones(3, 1, dtype=torch.float64), draw((3, 1))
-    weights, alike, columns = {_SAMPLES: samples}, dict[Any, Tensor](), list[Tensor]()
+    samples, one, alike, rows = draw((3, 1)), torch.ones(3, 1, dtype=torch.float64), dict[Any, Tensor](), list[Tensor]()
+    weights = {_SAMPLES: samples}
     for j, leaf in enumerate(program.leaves):
-        values = draw((3, torch.Size(leaf.shape).numel()))
-        k = 1 if leaf.how == "mean" else 2 if leaf.how == "sum" and not (leaf.grad or leaf.shape) else 0
-        if k:
-            counts = tuple(float(piece.tape.rows(program)[j][k:][0]) for piece in seen.pieces)
+        values, by = draw((3, leaf.size - 2)), one
+        if leaf.how == "mean" or (leaf.how == "sum" and not (leaf.grad or leaf.shape)):
+            place = 1 if leaf.how == "mean" else 2
+            counts = tuple(float(piece.tape.rows(Program((leaf,)))[place]) for piece in seen.pieces)
             drawn = samples * counts[0] if _follows_samples(leaf, seen) else alike.setdefault(counts, draw((3, 1)))
-            weights |= {} if k == 1 and leaf.shape else {j: drawn}
-            columns.append(torch.cat([one, drawn, values * drawn] if k == 1 else [one, one, drawn], 1))
+            if leaf.how == "sum":
+                weights[j] = values = drawn
+            else:
+                by, values = drawn, values * drawn
+                weights |= {} if leaf.shape else {j: drawn}
         else:
             values = values[:1].expand_as(values) if leaf.how == "same" else values
             if leaf.site[1] == NUMBER and leaf.slot >= 0:  # what is as small as 1e-8 stays so
                 values = values * (seen.whole.tape.value(leaf.site, leaf.slot) or 1.0)
-            columns.append(torch.cat([one, one, values], 1))
-    parts = [[column[i] for column in columns] for i in range(3)]
+        rows.append(torch.cat([one, by, values], 1))
+    parts = torch.cat(rows, 1)
     with suppress(RuntimeError, IndexError):  # of a program that can't compute with any numbers
-        values = torch.stack([program.value(rows) for rows in (*parts, program.merged(parts))])
+        values = torch.stack([program.value(row) for row in (*parts, program.merged(parts))])
         close, values = partial(torch.isclose, rtol=max(1e-4, 4 * torch.finfo(values.dtype).eps)), values.double()
         return [j for j, by in weights.items() if close(values[:3] @ by[:, 0] / by.sum(), values[3])]
     return []

@@ -26,7 +26,7 @@ from .cuts import Cuts, Tried, said
 from .loss_reader import Part
 from .module_state import Written, are_alike, differences, gradients, small_parameters, tolerance, unlike
 from .program_finder import ProgramFinder, proposals
-from .programs import RETURNED, Site
+from .programs import RETURNED, Program, Site
 from .trial import Cannot, MakesBatch, Ran, Trial
 from .verdict import OF_SAMPLES, Plan, Verdict, Views
 
@@ -304,7 +304,8 @@ class StepComparison:
             float(part.weight if one.weight is None else one.weight) for part, one in zip(parts, ran, strict=True)
         ]
         shares = [weight / (sum(weights) or 1) for weight in weights]
-        merged = parts[0].program.merged([one.rows for one in parts])
+        program = plan.program or Program()
+        merged = program.merged(torch.stack([one.rows for one in parts])) if plan.needs_all else torch.empty(0)
         try:
             for part, share in zip(parts if plan.needs_all else (), shares, strict=False):
                 part.scale(merged, share)
@@ -313,7 +314,7 @@ class StepComparison:
             for handle in itertools.chain.from_iterable(part.handles for part in parts):
                 handle.remove()
         if self._trial.together:  # those of parts may be far from the whole's, which is almost 0
-            found = [parts[0].program.value(merged).double()] if plan.needs_all else found
+            found = [program.value(merged).double()] if plan.needs_all else found
             scale = torch.stack([part.loss.detach().double().abs() for part in parts]).max().nan_to_num()
             pair = ([torch.stack([one[0], scale])] for one in (expected, found))
             return differences(*pair)[0], "the loss"

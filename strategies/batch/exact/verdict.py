@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...core.devices import precise_dtype
 from ...core.module_log import lightning_modules, module_log, received
-from .programs import RETURNED, Program, Programs, merged_rows
-from .tape import Tape
+from .programs import RETURNED, Program, Programs, Tape
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Values:
     readings: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict[tuple[str, int], dict[str, str]])
     rows: dict[tuple[str, int], set[Any]] = field(default_factory=dict[tuple[str, int], set[Any]])
     over_ranks: bool = False
-    calls: list[tuple[dict[str, list[Tensor]], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
+    calls: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = field(default_factory=lambda: [({}, {})])
 
     def learn(self, step: str, loader: int, found: Verdict) -> None:
         """Keep what was found of what a step logs, and gives metrics."""
@@ -164,23 +163,23 @@ class Values:
         for (rows, logged), (name, program) in product(self.calls, programs.items()):
             own = rows.get(name) if name in logged else None
             if own is None:
-                packed.append(torch.zeros(1 + program.size))
+                packed.append(torch.zeros(1 + sum(program.sizes)))
             else:
-                packed += [1 - program.fits(own, logged[name]).double().reshape(1), *own]
+                packed += [1 - program.fits(own, logged[name]).double().reshape(1), own]
         return torch.cat([one.to(device, precise_dtype(device)) for one in packed])
 
 
 def combined(programs: Programs, packed: Tensor) -> list[dict[str, Tensor]]:
     """The values of each call, of what all ranks have packed, of shape (ranks, n); nan where programs don't fit."""
-    size = sum(1 + program.size for program in programs.values())
+    size = sum(1 + sum(program.sizes) for program in programs.values())
     return [_of_call(programs, own) for own in packed.split(size, 1)] if size else []
 
 
 def _of_call(programs: Programs, packed: Tensor) -> dict[str, Tensor]:
     found, start = dict[str, Tensor](), 0
     for name, program in programs.items():
-        rows = packed[:, start + 1 : start + 1 + program.size].split(program.sizes, 1)
-        value = program.value([merged_rows(own, leaf.how) for own, leaf in zip(rows, program.leaves, strict=True)])
+        end = start + 1 + sum(program.sizes)
+        value = program.value(program.merged(packed[:, start + 1 : end]))
         found[name] = torch.where(packed[:, start].sum() > 0, torch.full_like(value, torch.nan), value)
-        start += 1 + program.size
+        start = end
     return found
