@@ -1,6 +1,6 @@
 """Write, find and verify checkpoint files, and restore a run exactly.
 
-Exports: Checkpoint, Resumable, RunTimer, distinguish, make_resumable, next_of; file_io, checkpoint_io, snapshots,
+Exports: Checkpoint, Resumable, RunTimer, distinguish, make_resumable, next_of; file_io, checkpoint_io,
 clean_points.
 May import: logging, loggers.
 """

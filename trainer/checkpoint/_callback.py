@@ -16,7 +16,6 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from pytorch_lightning.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,9 +25,8 @@ from ...strategies.core.module_checks import has_nan
 from ...strategies.core.options import Count, NotNegative, checked
 from ...strategies.core.patching import replaced
 from ...strategies.registry import processes_of
-from .checkpoint_io import VerifiedCheckpointIO
+from .checkpoint_io import MemorySnapshots, VerifiedCheckpointIO
 from .file_io import remove_leftovers
-from .snapshots import MemorySnapshots
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +74,7 @@ class Checkpoint(ModelCheckpoint):
     _score_step = -1  # of the last validation that logged the monitored metric
     _last_batch_saved = -1
     _score_before: Tensor | None = None
-    _interval: "Interval | None" = None
     _io: VerifiedCheckpointIO | None = None
-    _saved_now = ""
 
     @checked
     def __init__(
@@ -100,29 +96,21 @@ class Checkpoint(ModelCheckpoint):
     ) -> None:
         triggers = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs, "interval_s": interval_s}
         self._triggers = {name: value for name, value in triggers.items() if value is not None}
-        if len(self._triggers) > 1:
-            raise ConfigError(
-                "checkpoint: expected at most one trigger, got "
-                f"{' and '.join(f'{name}={value}' for name, value in self._triggers.items())}. "
-                "Set the others to null, or add a second Checkpoint callback."
-            )
         self._key_triggers: dict[str, float] = {}
+        if len(self._triggers) > 1:
+            given = " and ".join(f"{name}={value}" for name, value in self._triggers.items())
+            raise ConfigError(
+                f"checkpoint: expected at most one trigger, got {given}. Set the others to null, or add a second "
+                "Checkpoint callback."
+            )
         super().__init__(
-            dirpath=dirpath,
-            filename=filename,
-            monitor=monitor,
-            mode=mode,
-            save_top_k=save_top_k,
-            save_last=save_last,
-            every_n_train_steps=every_n_steps,
-            every_n_epochs=every_n_epochs,
-            train_time_interval=None if interval_s is None else timedelta(seconds=interval_s),
-            save_weights_only=save_weights_only,
-            verbose=verbose,
+            dirpath=dirpath, filename=filename, monitor=monitor, mode=mode, save_top_k=save_top_k, save_last=save_last,
+            every_n_train_steps=every_n_steps, every_n_epochs=every_n_epochs, save_weights_only=save_weights_only,
+            train_time_interval=None if interval_s is None else timedelta(seconds=interval_s), verbose=verbose,
             auto_insert_metric_name=False,
-        )
-        self._background = background
-        self._sharded = sharded
+        )  # fmt: skip
+        self._interval = None if interval_s is None else Interval(interval_s)
+        self._background, self._sharded = background, sharded
         self._snapshot_every_n_steps = snapshot_every_n_steps
 
     # When to save
@@ -135,32 +123,32 @@ class Checkpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if self._train_time_interval is not None:
-            self._interval = Interval(self._train_time_interval.total_seconds())
-        given, every = trainer.strategy.checkpoint_io, self._snapshot_every_n_steps
-        is_ours = type(given) in (TorchCheckpointIO, VerifiedCheckpointIO)
-        if self._sharded and not (is_ours and isinstance(trainer.strategy, FSDPStrategy)):
+        if self._interval is not None:
+            self._interval.start()
+        strategy, every = trainer.strategy, self._snapshot_every_n_steps
+        is_ours = type(strategy.checkpoint_io) in (TorchCheckpointIO, VerifiedCheckpointIO)
+        if self._sharded and not (is_ours and isinstance(strategy, FSDPStrategy)):
             raise ConfigError(
                 "checkpoint: sharded=true needs a strategy with shards, strategy=fsdp; got "
-                f"{type(trainer.strategy).__name__} with {type(given).__name__}. Set checkpoint.sharded=false: each "
-                "checkpoint is whole then."
+                f"{type(strategy).__name__} with {type(strategy.checkpoint_io).__name__}. Set "
+                "checkpoint.sharded=false: each checkpoint is whole then."
             )
         if is_ours:
-            self._io = trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._background, self._sharded)
-        if every is not None and self.dirpath is not None and trainer.num_nodes > 1:
+            self._io = strategy.checkpoint_io = VerifiedCheckpointIO(self._background, self._sharded)
+        if self.dirpath is None:
+            return
+        if every is not None and trainer.num_nodes > 1:
             rank_zero_warn(
                 f"checkpoint: snapshot_every_n_steps={every} has no effect on {trainer.num_nodes} machines: a machine "
                 "that is lost takes its memory along. Save more often to the disk that they share (every_n_steps)."
             )
-        elif every is not None and self.dirpath is not None:
+        elif every is not None:
             self.snapshots = MemorySnapshots(every, self.dirpath)
-        if trainer.is_global_zero and self.dirpath is not None and Path(self.dirpath).is_dir():  # of an earlier run
+        if trainer.is_global_zero and Path(self.dirpath).is_dir():  # of an earlier run
             remove_leftovers(Path(self.dirpath))
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         step = trainer.global_step
         by_step = self._every_n_train_steps > 0 and step % self._every_n_train_steps == 0
         ends = self.save_last and step == trainer.max_steps  # possibly within an epoch
@@ -198,7 +186,6 @@ class Checkpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
         for io in filter(None, (self._io, self.snapshots)):
             io.teardown()
 
@@ -229,21 +216,21 @@ class Checkpoint(ModelCheckpoint):
         self.due = False
         if self.snapshots is not None:
             self.snapshots.last_step = trainer.global_step
-        self._last_batch_saved = trainer.fit_loop.epoch_loop.total_batch_idx
+        loop = trainer.fit_loop.epoch_loop
+        self._last_batch_saved = loop.total_batch_idx
         candidates = self._monitor_candidates(trainer)
-        candidates["epoch"] = torch.tensor(trainer.fit_loop.epoch_progress.current.ready - 1)
+        candidates["epoch"] = torch.tensor(self._epoch(trainer))
         known = self.monitor is None or self.monitor in candidates
         last = self.format_checkpoint_name(candidates, self.CHECKPOINT_NAME_LAST)
-        self.last_model_path, self._saved_now = last if self.save_last else "", ""
+        self.last_model_path, self._last_checkpoint_saved = last if self.save_last else "", ""
         with nullcontext() if self._io is None else replaced(trainer.strategy, "_checkpoint_io", self._io):
             if self._best_due and known and self._score_step in (-1, trainer.global_step):
                 self._best_due = False
                 self._save_topk_checkpoint(trainer, candidates)
-            if self.save_last and (self._io is None or not self._saved_now):
+            if self.save_last and (self._io is None or not self._last_checkpoint_saved):
                 self._save_checkpoint(trainer, last)
             elif self.save_last and self._io is not None and trainer.is_global_zero:
-                self._io.link_checkpoint(self._saved_now, last)
-        loop = trainer.fit_loop.epoch_loop
+                self._io.link_checkpoint(self._last_checkpoint_saved, last)
         logged = {value.meta.name for value in loop._results.values()}
         comes = not loop.batch_progress.is_last_batch and str(self.monitor).removesuffix("_epoch") in logged
         if not known and not comes and (self._validated or not trainer.enable_validation):
@@ -270,9 +257,12 @@ class Checkpoint(ModelCheckpoint):
     @override
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         if filepath == self.best_model_path:  # which the file will say, too
-            self.best_epoch = trainer.fit_loop.epoch_progress.current.ready - 1
+            self.best_epoch = self._epoch(trainer)
         super()._save_checkpoint(trainer, filepath)
-        self._saved_now = filepath
+
+    @staticmethod
+    def _epoch(trainer: pl.Trainer) -> int:
+        return trainer.fit_loop.epoch_progress.current.ready - 1
 
     # Names and scores
 
@@ -338,11 +328,7 @@ class Interval:
 
 
 class RunTimer(Timer):
-    """Lightning's timer of `max_time`, which counts the time of this run alone, and asks rank 0 at a few batches.
-
-    Lightning's adds that of the runs before: one that was stopped by it and goes on with the same `max_time` would stop
-    again at once.
-    """
+    """Lightning's timer of `max_time`, which counts the time of this run alone, and asks rank 0 at a few batches."""
 
     def __init__(self, timer: Timer) -> None:
         super().__init__()
@@ -356,7 +342,7 @@ class RunTimer(Timer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: the state is the time of earlier runs."""
+        """Do nothing: a run that was stopped by it, and goes on with the same `max_time`, would stop again at once."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -196,13 +196,10 @@ class Resumable(_Around):
             self._seed = self._agreed_seed() if resumed is None else resumed["seed"]
             if self.persistent_workers and self._iterator is not None:
                 self._draw_seed()  # as an iterator that is new does: what follows is the same after a restart
-        batches = iter(self._read) if self.skips else self._begin(lambda: iter(self._read), self._read_again)
-        return self._counted(batches)
+        return self._counted(iter(self._read) if self.skips else self._begin(lambda: iter(self._read), self.loader))
 
-    def _begin(
-        self, read: Callable[[], Iterator[Any]], skip: Callable[[Iterator[Any]], Iterator[Any]]
-    ) -> Iterator[Any]:
-        """Begin to read; of an epoch that was begun before what is left, in the same order."""
+    def _begin(self, read: Callable[[], Iterator[Any]], source: Any) -> Iterator[Any]:
+        """Begin to read a sampler or loader; of an epoch that was begun before what is left, in the same order."""
         if self._start is None:
             states = [generator.get_state() for generator in self._generators()]
             self._start = {"random": rng.capture(), "generators": states}
@@ -210,13 +207,13 @@ class Resumable(_Around):
         with rng.isolated():
             rng.restore(self._start["random"])
             self.load_generators(self._start)
-            return skip(read())
-
-    def _read_again(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for _ in range(self._position):
-            next(batches)
-        _drop_shares(self.loader, self._position)
-        return batches
+            units = read()
+            # of a sampler one more, so that one which draws its order at the first index has done so
+            head = list(islice(units, self._position, self._position + self.skips))
+        shares: Any = source.passes.latest.shares if isinstance(source, (Stream, RankBatches)) else ()
+        for _ in range(min(self._position, len(shares))):
+            shares.popleft()  # a rank's of batches that were read again
+        return chain(head, units)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         fetch = next_of(batches)
@@ -242,16 +239,9 @@ class Resumable(_Around):
 
     def units(self, sampler: Any) -> Iterator[Any]:
         """Yield what is left of a sampler's indices; those for workers seed them."""
-
-        def skip(units: Iterator[Any]) -> Iterator[Any]:
-            # Take one more, so that a sampler which draws its order at the first index has done so.
-            head = list(islice(units, self._position, self._position + 1))
-            _drop_shares(sampler, self._position)
-            return chain(head, units)
-
         placed = sampler.placed if isinstance(sampler, RankBatches) else partial(_placed, sampler)
         # with the places of their first samples, or of a stream their own
-        for place, indices in self._begin(placed, skip) if self.skips else enumerate(sampler):
+        for place, indices in self._begin(placed, sampler) if self.skips else enumerate(sampler):
             if not self.num_workers:
                 yield indices
             elif self.skips:
@@ -268,13 +258,6 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:
         return self._owner.units(self._sampler)
-
-
-def _drop_shares(source: Any, num: int) -> None:
-    """Drop a rank's shares of batches that were read again."""
-    shares: Any = source.passes.latest.shares if isinstance(source, (Stream, RankBatches)) else ()
-    for _ in range(min(num, len(shares))):
-        shares.popleft()
 
 
 def _placed(units: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,5 @@
-"""Write and read checkpoints for a trainer, in the background if asked to: Lightning's checkpoint plugin.
+"""Write and read checkpoints for a trainer: Lightning's checkpoint plugin, which also writes in a thread, in shards, or
+to memory that outlives the processes of a run.
 
 URLs (`s3://…`, `memory://…`) are left to Lightning, whose files nobody verifies. Ranks together write two files:
 
@@ -10,30 +11,39 @@ never written to. So a checkpoint that exists is complete, whichever process is 
 (torch.distributed.checkpoint) is not used: its reader unpickles metadata, so that loading a file could run any code.
 """
 
+import hashlib
+import logging
 import os
+import shutil
 import socket
+import stat
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.types import _PATH
 from torch import Tensor
-from torch.distributed import Store
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...strategies.core.devices import flat_bytes, has_streams
+from ...strategies.core.errors import ConfigError
+from ...strategies.core.patching import replaced
 from ...strategies.distributed.store import RankError, wait_for
 from ...strategies.sharding.whole import Placed, map_tensors
 from ._hparams import to_plain
-from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, releasing, write
+from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, read_good, releasing, remove_leftovers, write
+
+logger = logging.getLogger(__name__)
 
 # entries of which a rank keeps its shards only, or copies to its own
 _WEIGHTS = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
@@ -48,11 +58,10 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(self, background: bool = False, sharded: bool = False) -> None:
-        self.background = background
         self.sharded = sharded
         self._memory = HostMemory() if background else None  # training changes the state while a thread writes
-        self._executor: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._last: Future[None] | None = None  # what the thread does last
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
@@ -63,7 +72,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         if _is_address(path) or storage_options is not None:  # which Lightning's refuses
             self._submit(path, partial(super().save_checkpoint, copied, path, storage_options))
         else:
-            self._submit(path, partial(write, copied, str(path)))
+            self._submit(path, partial(write, copied, path))
 
     def save_shards(self, placed: Placed, path: _PATH, strategy: Any) -> None:
         """Write a checkpoint in shards; every rank must call it."""
@@ -80,6 +89,15 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
             rest, parts = self._memory.take((rest, parts))
         store, keys = strategy.group._store, [f"{name}/{writer}" for writer in range(placed.num_writers)]
 
+        def checksums() -> list[int]:
+            wait_for(store, keys, timeout_s := strategy.group.timeout_s)
+            if late := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+                raise RankError(f"rank {late[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
+            found = [store.get(key) for key in keys]
+            if b"" in found:
+                raise OSError(f"the shards could not be written by rank {found.index(b'')}")
+            return list(map(int, found))
+
         def work() -> None:
             file = Path(path).with_name(name)
             try:
@@ -88,8 +106,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
                     store.set(keys[placed.writer], str(checksum))
                 if strategy.is_global_zero:
                     entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in placed.entries]
-                    digests = _checksums(store, keys, strategy.group.timeout_s)
-                    shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": digests}
+                    shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": checksums()}
                     write({**rest, FILE: name, SHARDS: shards}, path)
             except OSError:
                 if strategy.is_global_zero:
@@ -107,8 +124,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 
     def link_checkpoint(self, source: _PATH, path: _PATH) -> None:
         """Give the most recent checkpoint a second name."""
-        copy = get_filesystem(path).copy if _is_address(path) else link
-        self._submit(path, partial(copy, str(source), str(path)))
+        self._submit(path, partial(get_filesystem(path).copy if _is_address(path) else link, str(source), str(path)))
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -132,36 +148,32 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """Wait until every file is written."""
         self.wait()
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
 
     def wait(self) -> None:
         """Wait for the background thread; raise its error if a write failed."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            future.result()
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
     def _submit(self, path: _PATH, work: Callable[[], object]) -> None:
         """Do it, in the thread if there is one, unless what was to be done before has failed."""
-        if not self.background:
-            _attempt(path, work)
-            return
-        self._executor = self._executor or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        before = self._pending[-1] if self._pending else None
-        self._pending.append(self._executor.submit(_attempt, path, work, before))
+        before = self._last
 
+        def attempt() -> None:
+            if before is not None:
+                before.result()
+            try:
+                work()
+            except OSError as exc:
+                raise CheckpointError(
+                    f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact. "
+                    "Free some space, or save to another disk (dirpath)."
+                ) from exc
 
-def _attempt(path: _PATH, work: Callable[[], object], before: Future[None] | None = None) -> None:
-    if before is not None:
-        before.result()
-    try:
-        work()
-    except OSError as exc:
-        raise CheckpointError(
-            f"The checkpoint {path} could not be written ({exc.strerror or exc}); existing files are intact. Free some "
-            "space, or save to another disk (dirpath)."
-        ) from exc
+        if self._thread is None:
+            attempt()
+        else:
+            self._last = self._thread.submit(attempt)
 
 
 def _is_address(path: _PATH) -> bool:
@@ -187,41 +199,29 @@ def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> int:
     return checksum
 
 
-def _checksums(store: Store, keys: list[str], timeout_s: float) -> list[int]:
-    """Wait until all ranks have written their rows, and return their checksums."""
-    wait_for(store, keys, timeout_s)
-    for rank, key in enumerate(keys):
-        if not store.check([key]):
-            raise RankError(f"rank {rank} has not written its shards of a checkpoint within {timeout_s:g} s")
-    found = [store.get(key) for key in keys]
-    if b"" in found:
-        raise OSError(f"the shards could not be written by rank {found.index(b'')}")
-    return list(map(int, found))
-
-
 class HostMemory:
-    """Memory to which one state after another is copied: the first write to fresh memory costs more than the copy.
-
-    That of tensors on accelerators is page-locked, so that all copies run concurrently.
-    """
+    """Memory to which one state after another is copied: the first write to fresh memory costs more than the copy."""
 
     def __init__(self) -> None:
-        self._memory: list[Tensor] = []
+        self._held: dict[tuple[Any, ...], Tensor] = {}
 
     @torch.inference_mode(False)  # in which a hook of a validation may save
     def take(self, state: Any) -> Any:
         """Copy all tensors of nested dicts, lists and tuples; the copy is valid until the next call."""
         copies: dict[tuple[Any, ...], Tensor] = {}
+        held, self._held = self._held, {}
 
         def copy(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
-            if isinstance(tensor, DTensor):  # a shard, of a moving average say: it stays one
-                return tensor.clone()
             if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-                return tensor.cpu().clone()
-            same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                return (tensor if isinstance(tensor, DTensor) else tensor.cpu()).clone()  # a shard stays one
+            kind = tensor.shape, tensor.stride(), tensor.dtype
+            same = tensor.device, tensor.data_ptr(), *kind
             if same not in copies:
-                copies[same] = self._place(len(copies), tensor).copy_(tensor, non_blocking=True)
+                memory = held.get(place := (len(copies), *kind))
+                if memory is None:  # page-locked for an accelerator, so that all copies run concurrently
+                    memory = torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
+                copies[same] = self._held[place] = memory.copy_(tensor, non_blocking=True)
             return copies[same]
 
         copied = map_tensors(state, copy)
@@ -229,12 +229,101 @@ class HostMemory:
             torch.accelerator.synchronize(device)
         return copied
 
-    def _place(self, index: int, tensor: Tensor) -> Tensor:
-        """The memory of a tensor, which is new if the state before had another one in its place."""
-        alike = torch.empty_like(tensor, device="meta")  # whose elements fill a stretch of memory
-        held = self._memory[index] if index < len(self._memory) else None
-        if held is None or (held.shape, held.stride(), held.dtype) != (alike.shape, alike.stride(), alike.dtype):
-            pinned = has_streams(tensor.device)
-            held = torch.empty_strided(alike.shape, alike.stride(), dtype=alike.dtype, pin_memory=pinned)
-            self._memory[index:] = [held]
-        return held
+
+# Snapshots in memory that outlives the processes of a run: files in /dev/shm. A rank that is killed then costs at most
+# the steps since the last one, without a disk that is written every few steps. The memory is given back when the run
+# ends; if it ends by a failure, its launcher moves the snapshot to the disk.
+
+MEMORY = Path("/dev/shm")
+NAME = "snapshot.ckpt"
+_FOR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def directory_in_memory(dirpath: str | Path) -> Path:
+    """The directory in memory that belongs to a directory of checkpoints."""
+    digest = hashlib.sha256(os.fsencode(os.path.abspath(dirpath))).hexdigest()[:16]
+    return MEMORY / f"evener-{os.getuid()}-{digest}"
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a directory in memory, where anybody may make files, is there and this user's alone."""
+    with suppress(OSError):
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & _FOR_OTHERS:
+            return True
+        logger.warning("%s is passed over: it belongs to another user, or is open to others.", path)
+    return False
+
+
+def saved_in_memory(dirpath: str | Path | None) -> Path | None:
+    """The snapshot that belongs to a directory of checkpoints, if there is one and nobody else could have put it."""
+    path = None if dirpath is None else directory_in_memory(dirpath) / NAME
+    return path if path is not None and _is_own(path.parent) and path.is_file() else None
+
+
+def move_to_disk(dirpath: str | Path | None) -> Path | None:
+    """Move the snapshot, where there is one, beside the checkpoints; return its new path."""
+    path = saved_in_memory(dirpath)
+    if dirpath is None or path is None:
+        return None
+    on_disk, times = Path(dirpath) / NAME, path.stat().st_mtime_ns
+    if checkpoint := read_good(path):
+        write(checkpoint, on_disk)
+        os.utime(on_disk, ns=(times, times))  # the newest checkpoint is the one that was saved last
+    discard(dirpath)
+    return on_disk if checkpoint else None
+
+
+def discard(dirpath: str | Path) -> None:
+    """Give the memory back."""
+    if _is_own(directory := directory_in_memory(dirpath)):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class MemorySnapshots(VerifiedCheckpointIO):
+    """Takes snapshots of a run on one machine in the background, each in the place of the one before.
+
+    Raises:
+        ConfigError: this machine has no such memory, or another user has taken the place.
+    """
+
+    def __init__(self, every_n_steps: int, dirpath: str | Path) -> None:
+        super().__init__(background=True)
+        self._every_n_steps, self._dirpath, self.last_step = every_n_steps, dirpath, -1
+        self._directory = directory_in_memory(dirpath)
+        if not MEMORY.is_dir():
+            raise ConfigError(
+                f"checkpoint: snapshot_every_n_steps={every_n_steps} needs {MEMORY}, which this system does not have. "
+                "Set it to null, and save more often (every_n_steps)."
+            )
+        with suppress(OSError):  # it is there, or nobody may make it
+            self._directory.mkdir(0o700)
+        if not _is_own(self._directory):
+            raise ConfigError(
+                f"checkpoint: {self._directory} belongs to another user, or is open to others. Remove it, or set "
+                "snapshot_every_n_steps to null."
+            )
+        remove_leftovers(self._directory)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to take a snapshot after a step."""
+        return step % self._every_n_steps == 0 and step != self.last_step
+
+    def take(self, trainer: pl.Trainer) -> None:
+        """Copy the state of the run to memory. Every rank must call it."""
+        self.last_step = trainer.global_step
+        with replaced(trainer.strategy, "_checkpoint_io", self):
+            trainer.save_checkpoint(self._directory / NAME)
+
+    @override
+    def wait(self) -> None:
+        """Wait for the background thread; one that does not fit into the memory is left out."""
+        try:
+            super().wait()
+        except CheckpointError as exc:
+            logger.warning("%s Training continues without it.", exc)
+
+    def end(self) -> None:
+        """Give the memory back after the run, whose last state is on the disk."""
+        self.wait()
+        discard(self._dirpath)

@@ -1,4 +1,4 @@
-"""Write checkpoint files whole, find and verify them, and never run code from them.
+"""Write checkpoint files whole and of plain data, find and verify them, and never run code from them.
 
 A file is torch's own zip archive, so torch and Lightning can read it, and theirs can be read here. Its records have
 checksums that torch writes, but does not compare: `read` does. The tensors of one that was written in shards are in a
@@ -17,18 +17,17 @@ import zipfile
 import zlib
 from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager, suppress
-from functools import reduce, wraps
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning.core import saving
 from torch import Tensor
 
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.files import replacing, was_left
-from ...strategies.sharding.whole import PLACE, Entry, map_tensors
+from ...strategies.sharding.whole import PLACE, Entry
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ FILE = "evener_tensors"  # the key of a checkpoint with the name of the file tha
 SHARDS = "evener_shards"  # the key with the layout of that file, and each rank's crc32
 PREFIX = "shards-"
 _LIGHTNINGS = "pytorch-lightning_version"  # the key that every trainer's checkpoint has
-_BLOCK = 1 << 20
 _DIRECTORY = 0x10
 
 
@@ -89,22 +87,25 @@ def shard_file(path: Path) -> Path | None:
     return None
 
 
+def _shard_files(directory: Path) -> set[Path | None]:
+    return set(map(shard_file, directory.glob(f"*{SUFFIX}")))
+
+
 @contextmanager
 def releasing(path: Path) -> Generator[None]:
     """Remove, after the block has removed or replaced a checkpoint, its tensors if no other checkpoint has them."""
     tensors = shard_file(path)
     yield
-    if tensors is not None and tensors not in map(shard_file, path.parent.glob(f"*{SUFFIX}")):
+    if tensors is not None and tensors not in _shard_files(path.parent):
         tensors.unlink(missing_ok=True)
 
 
 def remove_leftovers(directory: Path) -> None:
     """Remove temporary files, and shards of no checkpoint, that killed processes of this machine left."""
-    host, used = re.escape(socket.gethostname()), set(map(shard_file, directory.glob(f"*{SUFFIX}")))
-    names = re.compile(rf"\..*{re.escape(SUFFIX)}\.{host}-(?P<a>\d+)\.tmp|{PREFIX}{host}-(?P<b>\d+)-\d+")
+    host, used = re.escape(socket.gethostname()), _shard_files(directory)
+    names = re.compile(rf"(?:\..*{re.escape(SUFFIX)}\.|{PREFIX}){host}-(\d+)(?:\.tmp|-\d+)")
     for path in directory.glob("*"):
-        found = names.fullmatch(path.name)
-        if found and path not in used and was_left(found["a"] or found["b"]):
+        if (found := names.fullmatch(path.name)) and path not in used and was_left(found[1]):
             with suppress(OSError):
                 path.unlink()
 
@@ -156,7 +157,7 @@ def _compare_records(path: Path) -> None:
             if record.external_attr & _DIRECTORY:  # of which torch would read nothing
                 raise zipfile.BadZipFile(f"{record.filename} is a directory")
             with archive.open(record) as content:
-                while content.read(_BLOCK):
+                while content.read(1 << 20):
                     pass
 
 
@@ -220,22 +221,6 @@ def _stretch(memory: Tensor, start: int, size: int) -> Tensor:
     if not 0 <= start <= start + size <= len(memory):
         raise EOFError("a tensor ends beyond the file")
     return memory[start : start + size]
-
-
-_pl_load: Any = saving.pl_load
-
-
-@wraps(_pl_load)
-def _load_whole(path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Have Lightning's `load_from_checkpoint` read checkpoints whose tensors are in a file of shards."""
-    checkpoint: dict[str, Any] = _pl_load(path, map_location, *args, **kwargs)
-    if SHARDS not in checkpoint:
-        return checkpoint
-    moves = isinstance(map_location, (str, torch.device))
-    return map_tensors(read(path), lambda tensor: tensor.to(map_location) if moves else tensor)
-
-
-saving.pl_load = _load_whole
 
 
 # Find

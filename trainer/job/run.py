@@ -27,8 +27,8 @@ from ...strategies.distributed import survivors
 from ...strategies.registry import name_of, node_devices, processes_of, stop_signal_of
 from ..callbacks import EpochLines, LearningRateFinder, LogEveryEpoch, RunSummary, StartUp
 from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint_io import move_to_disk, saved_in_memory
 from ..checkpoint.file_io import find_best, find_newest, good_or_newest
-from ..checkpoint.snapshots import move_to_disk, saved_in_memory
 from ..config.checks import AUTO, entries, instantiate, module_and_data, quiet_trainer, verify_target
 from ..loggers.journal import TensorBoardLogger, hyperparameters
 from .log_file import Interrupted, graceful_stop, report, run_log, tell_stop

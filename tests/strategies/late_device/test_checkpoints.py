@@ -15,8 +15,8 @@ from torch import Tensor
 
 from evener.strategies import DataParallelStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from evener.trainer.checkpoint import Checkpoint
+from evener.trainer.checkpoint.checkpoint_io import MEMORY, discard, saved_in_memory
 from evener.trainer.checkpoint.file_io import read
-from evener.trainer.checkpoint.snapshots import MEMORY, discard, saved_in_memory
 
 pytestmark = needs_late_device
 

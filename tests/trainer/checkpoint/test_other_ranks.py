@@ -18,9 +18,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.wrappers import Running
 
-from evener.strategies import BalancedDDPStrategy, DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
-from evener.strategies.ddp_model_parallel import DDPModelParallelStrategy
-from evener.strategies.model_parallel import ModelParallelStrategy
+from evener.strategies import (
+    BalancedDDPStrategy,
+    DataParallelStrategy,
+    DDPModelParallelStrategy,
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from evener.trainer.checkpoint import Checkpoint
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_EPOCHS = 57, 18, 3

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
-from evener.trainer.checkpoint import Checkpoint, snapshots
+from evener.trainer.checkpoint import Checkpoint, checkpoint_io
+from evener.trainer.checkpoint.checkpoint_io import directory_in_memory, discard, move_to_disk, saved_in_memory
 from evener.trainer.checkpoint.file_io import CheckpointError, find_newest, read
-from evener.trainer.checkpoint.snapshots import directory_in_memory, discard, move_to_disk, saved_in_memory
 
-pytestmark = pytest.mark.skipif(not snapshots.MEMORY.is_dir(), reason="this system has no /dev/shm")
+pytestmark = pytest.mark.skipif(not checkpoint_io.MEMORY.is_dir(), reason="this system has no /dev/shm")
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_the_snapshot_before_is_whole_while_the_next_is_written(
 def test_snapshots_without_memory_or_at_no_interval_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "none")
+    monkeypatch.setattr(checkpoint_io, "MEMORY", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=2 needs .*, which this system does not have"):
         fit(tmp_path / "own", every=2)
     with pytest.raises(ConfigError, match=r"snapshot_every_n_steps=0 is not allowed\. Give a whole number >= 1"):
@@ -130,7 +130,7 @@ def test_a_foreign_directory_in_memory_is_told_and_nothing_in_it_is_read_or_remo
     foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A link of another user's had a run delete directories of its own user's; a directory ended finished runs.
-    monkeypatch.setattr(snapshots, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(checkpoint_io, "MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir(mode=0o700)
     if foreign == "of another user":
         monkeypatch.setattr(os, "getuid", partial(int, os.getuid() + 1))
