@@ -5,7 +5,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.callbacks import Timer
-from pytorch_lightning.strategies import Strategy, StrategyRegistry
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -24,10 +24,9 @@ from typing_extensions import override
 from ..strategies import STRATEGIES
 from ..strategies.batch.structure import num_samples
 from ..strategies.core.devices import for_lightning, give_devices, is_out_of_memory, peak_memory_bytes
-from ..strategies.core.errors import ConfigError, did_you_mean
 from ..strategies.core.lightning_names import verify_family
-from ..strategies.core.options import verify_value
-from ..strategies.core.patching import LIGHTNING_TELLS, filtered
+from ..strategies.core.options import Count, verify_value
+from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
 from ..strategies.distributed.processes import handled
 from ..strategies.registry import LIGHTNINGS_WORDS, ranks_of, stop_signal_of
 from .callbacks import DetectNonFinite
@@ -46,10 +45,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _verified(method: Method) -> Method:
-    """Have a method of the trainer refuse modules of another package that is called Lightning, too.
-
-    It also opens the loggers' files before the strategy starts processes, and reads afterwards what those have written.
-    """
+    """Refuse modules of another Lightning, and keep the loggers' files across processes that the strategy starts."""
 
     @wraps(method)
     def verified(self: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -71,20 +67,6 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 def _is_no_tip(record: logging.LogRecord) -> bool:
     """Whether a line is none of Lightning's tips for other products."""
     return "Tip:" not in record.getMessage()
-
-
-def _strategy_of(word: str) -> str | Strategy:
-    """The strategy of this project that a word names; the word, where it is Lightning's."""
-    word = word.lower()  # as Lightning does
-    if (make := STRATEGIES.get(word) or LIGHTNINGS_WORDS.get(word)) is not None:
-        return make()
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    if word not in known:
-        raise ConfigError(
-            f"Trainer: strategy={word!r} is unknown; choose one of auto, {', '.join(STRATEGIES)}, or a strategy of "
-            f"Lightning's.{did_you_mean(word, [*STRATEGIES, *known])}"
-        )
-    return word
 
 
 class DeviceOutOfMemory(torch.OutOfMemoryError):
@@ -111,11 +93,7 @@ _ADVICE = {
 
 
 def explain(trainer: Any, exc: RuntimeError | ValueError) -> None:
-    """Say in an error of torch's what to change.
-
-    Raises:
-        DeviceOutOfMemory: instead of torch's or a library's error.
-    """
+    """Say in an error of torch's what to change; one of memory is raised as a `DeviceOutOfMemory`."""
     if isinstance(exc, RuntimeError) and is_out_of_memory(exc):
         raise _out_of_memory(trainer, str(exc)) from exc
     for words, advice in _ADVICE.items():
@@ -171,14 +149,13 @@ class Trainer(pl.Trainer):
     ) -> None:
         given: dict[str, Any] = {**kwargs}
         verify_value("detect_nonfinite", detect_nonfinite, OnNonFinite, "Trainer: ")
-        if isinstance(strategy, str):
-            strategy = _strategy_of(strategy)
+        if isinstance(strategy, str):  # a word of Lightning's is left to it
+            make = STRATEGIES.get(word := strategy.lower()) or LIGHTNINGS_WORDS.get(word)
+            strategy = make() if make else word
         given |= give_devices(strategy, given.get("devices"))
         given["accelerator"] = for_lightning(given.get("accelerator", "auto"))
-        if isinstance(number := given.get("accumulate_grad_batches"), int) and number < 1:
-            raise ConfigError(
-                f"Trainer: accumulate_grad_batches={number} is not positive. Give a number of batches from 1 on."
-            )
+        if "accumulate_grad_batches" in given:  # of which Lightning takes 0, too
+            verify_value("accumulate_grad_batches", given["accumulate_grad_batches"], Count, "Trainer: ")
         verify_family(strategy, *_flat(given.values()))
         own_callbacks = list(_flat([given.get("callbacks") or []]))  # Lightning appends its own bar to the very list
         distinguish(own_callbacks)
@@ -245,15 +222,20 @@ class Trainer(pl.Trainer):
     @property
     @override
     def log_dir(self) -> str | None:
-        """The run's log directory, as rank 0 has it; any rank may read it alone.
-
-        Lightning broadcasts it on every read. Here it is broadcast once, when Lightning reads it as the run starts.
-        """
+        """The log directory of rank 0: broadcast as the run starts, so that any rank may read it alone."""
         if not dist.is_available() or not dist.is_initialized():
             return super().log_dir
         if self._agreed_log_dir is None:
             self._agreed_log_dir = (super().log_dir,)
         return self._agreed_log_dir[0]
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int | float:
+        loop = self.fit_loop  # whose loader is in the ranks that a script has started, and has told its length
+        knows = loop._data_source.instance is None and loop.max_batches != float("inf")
+        with replaced(loop, "setup_data", lambda: None) if knows else nullcontext():
+            return super().estimated_stepping_batches
 
     @override
     def _run_stage(self) -> Any:
@@ -295,10 +277,7 @@ class Trainer(pl.Trainer):
     @property
     @override
     def received_sigterm(self) -> bool:
-        """Whether to stop because of a SIGTERM; ranks that stop together do so once all of them have agreed.
-
-        A validation during training runs to its end, so that the checkpoint written afterwards resumes exactly.
-        """
+        """Whether to stop because of a SIGTERM: not within a fit's validation, and ranks once all have agreed."""
         if self.validating and self.state.fn == TrainerFn.FITTING:
             return False
         if self.training and ranks_of(self.strategy) is not None:

@@ -1,8 +1,7 @@
 """Run validation, test and prediction as `loops.py` runs training: without the calls that have no effect.
 
-A training goes on as if nothing had been validated within it. The random streams of a validation are made of the seed,
-the epoch and the rank, and those of its data workers of the batch's number, too: what they drew before, and whether
-they persist, makes no difference to a run that is resumed. A signal stops it between two batches.
+A training goes on as if nothing had been validated within it: the random streams of a validation are made of the seed,
+the epoch, the rank and, in data workers, the batch's number. A signal stops it between two batches.
 """
 
 import copy
@@ -102,17 +101,11 @@ class PlannedLoop(_Loop):
     _plan: EvaluationStep | None = None
 
     def run(self) -> Any:
-        """Run in inference mode where Lightning would only turn gradients off because the ranks use gloo.
-
-        torch 2.13's gloo takes inference tensors. Steps that are exchanges themselves, as FSDP's, stay without.
-        """
-        ranks = ranks_of(self.trainer.strategy)
-        infers = self.inference_mode and ranks is not None and not ranks.sync.evaluates_together
+        """Let ranks end together what evaluates whole batches, also where a signal or a failure ends it."""
         try:
-            with torch.inference_mode() if infers else nullcontext():
-                return cast("Any", super()).run()
-        finally:  # also where a signal or a failure ends it, which leads to a checkpoint of all ranks
-            if ranks is not None:
+            return cast("Any", super()).run()
+        finally:
+            if (ranks := ranks_of(self.trainer.strategy)) is not None:
                 ranks.whole_batches.end_evaluation()
 
     def reset(self) -> None:
@@ -251,10 +244,7 @@ class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
         return super().on_run_end()
 
     def _store_until(self, end: int) -> None:
-        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only.
-
-        Ranks do so before the next loader's first batch: what waits for the others' values is of one loader only.
-        """
+        """Store the outputs of the loaders before `end`, also of those that gave batches to other ranks only."""
         if end <= self._to_store or not self._by_loader:
             return
         results, current = self._results, self._results.dataloader_idx

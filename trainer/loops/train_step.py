@@ -1,15 +1,7 @@
 """Run one training step with automatic optimization: forward, backward, optimizer, in Lightning's order.
 
-    training_step → on_before_zero_grad → zero_grad → on_before_backward → backward → on_after_backward
-    → on_before_optimizer_step → configure_gradient_clipping → the optimizer's own update
-
-That is what Lightning's step comes to where nobody overrides more than `backward`, clipping and the hooks: with one of
-torch's optimizers, which compute the gradients once before they update, a precision plugin without a gradient scaler,
-and a strategy whose methods are Lightning's and the contract's. Every other step is Lightning's own.
-
-torch's backward, `zero_grad` and optimizer step are called without their wrappers, which cost more than the work on a
-tiny model: they record profiler events without a profiler, look for hooks that are not registered, and guard against a
-compiler that does not run. Where one of these is present, torch's own are called.
+A lean step is what Lightning's comes to where nobody overrides more than `backward`, clipping and hooks; every other
+one is Lightning's own. torch's wrappers, which cost more than a tiny model's work, are called where they have any use.
 """
 
 import inspect
@@ -77,18 +69,12 @@ def _backward(loss: Tensor) -> None:
 class AccumulatingOptimization(_AutomaticOptimization):
     """Lightning's automatic optimization, whose accumulated steps are exact if `exact_accumulation` asks.
 
-    Lightning divides each micro-batch's loss by `accumulate_grad_batches`, which is correct only if every step has
-    exactly that many micro-batches of equal size. An exact step is the mean over all its samples, or `loss_weight`s:
-    each loss is multiplied by its weight, and the gradients are divided once by the sum of the weights.
-
-    Attributes:
-        total: the sum of the weights in the current optimizer step.
-        num_none: number of batches for which `training_step` returned None.
+    Each loss is multiplied by its weight, and the gradients are divided once by the sum of the weights.
     """
 
     trainer: Any
-    total: Tensor | float = 0.0
-    num_none = 0
+    total: Tensor | float = 0.0  # the sum of the weights in the current optimizer step
+    num_none = 0  # batches for which `training_step` returned None
     _is_divided = False
     _reader: LossReader | None = None
 
@@ -121,10 +107,7 @@ class AccumulatingOptimization(_AutomaticOptimization):
     def read(
         self, output: Any, batch: Batch, batch_idx: int, copies: bool = True
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """What goes backward of a micro-batch, None where the module skips the step, and the outputs for hooks.
-
-        These have a copy of the loss where anyone reads it: precision plugins and hooks may scale it in place.
-        """
+        """What goes backward of a micro-batch, None if it is skipped, and outputs, perhaps with a copy of the loss."""
         trainer, parts = self.trainer, self.trainer.accumulate_grad_batches
         exact = parts != 1 and weighs_in_loop(trainer)
         if exact and batch_idx % parts == 0:  # an optimizer that computes it again begins anew

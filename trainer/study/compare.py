@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 
 REFERENCE = "single_device"
 """The strategy that the others are compared with."""
-
-VARIANTS = {"ddp_global_view": "ddp strategy.global_view=true"}
-"""Further rows, with the strategy and the options that each tries; they have no excuse, as they train as one device."""
 
 TOLERANCES = {"64": 1e-8, "32": 1e-4, "16": 3e-2}
 """Largest allowed relative difference of losses, by bits of the precision; optimizer steps amplify rounding."""
@@ -106,8 +103,7 @@ class Probe(pl.Callback):
 
 def random_streams(trainer: pl.Trainer) -> list[Tensor]:
     """The states of torch's random streams that a step of this process may draw from."""
-    devices = dict.fromkeys([torch.device("cpu"), *process_devices(trainer.strategy)])
-    return [generator_state(device) for device in devices]
+    return [generator_state(d) for d in dict.fromkeys([torch.device("cpu"), *process_devices(trainer.strategy)])]
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class Comparison:
         """The strategy to use, and why, in one sentence."""
         if self.recommended is None:
             return f"No recommendation: {self.reason}."
-        return f"Recommended: strategy={VARIANTS.get(self.recommended, self.recommended)}, because {self.reason}."
+        return f"Recommended: strategy={self.recommended}, because {self.reason}."
 
     def verdict(self, trial: Trial) -> str:
         """Whether a strategy's losses equal the reference's."""
@@ -223,40 +219,32 @@ class Comparison:
         """Print the table of what trained, the strategies that did not train and why, and the recommendation."""
         table, trained = None, [trial for trial in self.trials if trial.status == OK]
         for trial in trained:
+            first = trained[0]
             if table is None:
-                title = f"compare: global batch {trial.global_batch} samples, {len(trial.losses)} steps"
-                headings = ("strategy", "processes", "samples/s", f"× {trial.strategy}", "peak MiB", "losses")
+                title = f"compare: global batch {first.global_batch} samples, {len(first.losses)} steps"
+                headings = ("strategy", "processes", "samples/s", f"× {first.strategy}", "peak MiB", "losses")
                 table = new_table(title, headings, text=("strategy", "losses"))
-            first = trained[0].samples_per_s
-            cells = (f"{trial.samples_per_s:,.0f}", f"{trial.samples_per_s / first:.2f}" if first else "")
-            memory = f"{trial.peak_mib:,.0f}"
-            table.add_row(trial.strategy, str(trial.num_processes), *cells, memory, self.verdict(trial))
+            ratio = f"{trial.samples_per_s / first.samples_per_s:.2f}" if first.samples_per_s else ""
+            cells = (f"{trial.samples_per_s:,.0f}", ratio, f"{trial.peak_mib:,.0f}")
+            table.add_row(trial.strategy, str(trial.num_processes), *cells, self.verdict(trial))
         print_table(table, [*self.notes(), self.recommendation, f"logs: {short_path(run_dir)}"])
 
 
 def judge(trials: list[Trial], tolerance: float, device_mib: float | None = None) -> Comparison:
-    """Compare losses, which count as equal within the tolerance, and recommend a strategy that fits a device.
-
-    The fastest wins. Among strategies as fast within the noise, the one with the lowest peak memory wins; if that is
-    equal too, the earlier one, which is simpler.
-    """
+    """Compare losses, and recommend the fastest strategy that fits a device, or the first that is nearly as fast."""
     trained = [trial for trial in trials if trial.status == OK]
     differences = {trial.strategy: largest_difference(trial, trained[0]) for trial in trained}
-    trials = [replace(t, excuses=[]) if t in trained[:1] or t.strategy in VARIANTS else t for t in trials]
-    sound = [t for t in trials if t.status == OK and (differences[t.strategy] <= tolerance or t.excuses)]
+    sound = [t for t in trained if differences[t.strategy] <= tolerance or t.excuses]
     fitting = [trial for trial in sound if device_mib is None or trial.peak_mib <= device_mib]
     if not fitting:
         reason = f"no strategy trained{' within device_memory_gb' if sound else ''}; see the reasons above"
         return Comparison(trials, differences, tolerance, None, reason)
     fastest = max(trial.samples_per_s for trial in fitting)
-    equal = [trial for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest]
-    least = min(trial.peak_mib for trial in equal)
-    best = next(trial for trial in equal if trial.peak_mib <= (1 + NOISE) * least)
+    best, *rivals = [trial.strategy for trial in fitting if trial.samples_per_s >= (1 - NOISE) * fastest]
     reason = f"it is the fastest of {len(fitting)} that train alike"
-    if rivals := [trial.strategy for trial in equal if trial is not best]:
-        merit = "simpler" if best is equal[0] else "its peak memory per device is lower"
-        reason = f"it is as fast as {', '.join(rivals)} (within {NOISE:.0%}), and {merit}"
-    return Comparison(trials, differences, tolerance, best.strategy, reason)
+    if rivals:  # they come later, as they are less simple
+        reason = f"it is as fast as {', '.join(rivals)} (within {NOISE:.0%}), and simpler"
+    return Comparison(trials, differences, tolerance, best, reason)
 
 
 def largest_difference(trial: Trial, reference: Trial) -> float:
@@ -279,9 +267,10 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
     trials = list[Trial]()
     with run_log(cfg.run_dir):
         log.info("compare: %d strategies: %s", len(names), ", ".join(names))
-        for number, name in enumerate(names, start=1):
-            folder = Path(cfg.run_dir) / "compare" / name
-            trial = run_trial(trial_config(cfg, name, folder), name, cfg.compare.timeout_s)
+        for number, name in enumerate(names, 1):
+            trial = run_trial(
+                trial_config(cfg, name, Path(cfg.run_dir) / "compare" / name), name, cfg.compare.timeout_s
+            )
             found = f"{trial.samples_per_s:,.0f} samples/s, {trial.peak_mib:,.0f} MiB"
             log.info(f"{number} of {len(names)}  {name:<28} {found if trial.status == OK else trial.status}")
             trials.append(trial)
@@ -294,7 +283,7 @@ def compare_strategies(cfg: DictConfig) -> Comparison:
 
 def chosen_strategies(cfg: DictConfig) -> list[str]:
     """List the strategies to try, the reference first, or refuse an unknown one."""
-    known, given = [*STRATEGIES, *VARIANTS], plain(cfg.compare.strategies)
+    known, given = list(STRATEGIES), plain(cfg.compare.strategies)
     names = known if given is None else [str(name) for name in given]
     for name in names:
         if name not in known:
@@ -310,11 +299,10 @@ def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
     neither logger nor checkpoints. The loader's batch is the global one for all strategies, whose options are the
     user's for the configured one, otherwise those of `conf/strategy`, with `compare.options.<name>`.
     """
-    base, *more = VARIANTS.get(name, name).split(" strategy.")
-    is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[base].__name__
-    options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.values(f"strategy/{base}"))
+    is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[name].__name__
+    options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.values(f"strategy/{name}"))
     with open_dict(options):
-        options.merge_with(OmegaConf.from_dotlist(more), (cfg.compare.get("options") or {}).get(name) or {})
+        options.merge_with((cfg.compare.get("options") or {}).get(name) or {})
         if "batch_size_is" in options:
             options.batch_size_is = "global"
     probe = {"_target_": f"{Probe.__module__}.{Probe.__qualname__}", "folder": str(folder)}
