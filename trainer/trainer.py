@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ..strategies import STRATEGIES
 from ..strategies.batch.structure import num_samples
-from ..strategies.core.devices import for_lightning, give_devices, is_out_of_memory, peak_memory_bytes
+from ..strategies.core.devices import accelerator_type, give_devices, is_out_of_memory, peak_memory_bytes
 from ..strategies.core.lightning_names import verify_family
 from ..strategies.core.options import Count, verify_value
 from ..strategies.core.patching import LIGHTNING_TELLS, filtered, replaced
@@ -153,7 +153,8 @@ class Trainer(pl.Trainer):
             make = STRATEGIES.get(word := strategy.lower()) or LIGHTNINGS_WORDS.get(word)
             strategy = make() if make else word
         given |= give_devices(strategy, given.get("devices"))
-        given["accelerator"] = for_lightning(given.get("accelerator", "auto"))
+        if given.get("accelerator", "auto") in ("auto", "gpu"):  # Lightning's choose among its own accelerators only
+            given["accelerator"] = accelerator_type(given.get("accelerator", "auto"))
         if "accumulate_grad_batches" in given:  # of which Lightning takes 0, too
             verify_value("accumulate_grad_batches", given["accumulate_grad_batches"], Count, "Trainer: ")
         verify_family(strategy, *_flat(given.values()))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..core.rng import random_state, swapped_random_state
+from ..core.rng import isolated
 from ..core.types import Batch, Chunk, Device
 from .evaluation_lists import EvaluationLists
 from .results import ResultStructure
@@ -214,7 +214,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Generator[None]:
     """Draw random numbers of a seed inside the block, and leave all generators, and that of a device, as they were."""
     devices = [] if device is None or device.type in ("cpu", "meta") else [device]
     kind = devices[0].type if devices else "cuda"
-    with torch.random.fork_rng(devices, device_type=kind), swapped_random_state(random_state()):
+    with torch.random.fork_rng(devices, device_type=kind), isolated():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)

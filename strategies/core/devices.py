@@ -129,14 +129,6 @@ def accelerator_type(accelerator: str) -> str:
     raise ConfigError(f"accelerator={accelerator}: this machine has no such device. Set accelerator=cpu or auto.")
 
 
-def for_lightning(accelerator: Any) -> Any:
-    """`accelerator=` as Lightning takes it, whose `auto` and `gpu` choose among its own accelerators only."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type in ("cuda", "mps"):  # Lightning says what there is, or that there is none
-        return accelerator
-    return accelerator_type(accelerator) if accelerator in ("auto", "gpu") else accelerator
-
-
 def num_available(kind: str) -> int:
     """Count the devices of a type; the CPU counts as one, although it may be listed any number of times."""
     return 1 if kind == "cpu" else torch.get_device_module(kind).device_count()

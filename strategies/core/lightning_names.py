@@ -6,7 +6,6 @@ this project.
 
 import importlib.util
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -17,9 +16,6 @@ from typing import Any
 
 from typing_extensions import override
 
-SWITCH = "EVENER_LIGHTNING_ALIAS"
-"""Environment variable: `0` switches the import hook off."""
-
 STANDALONE = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
 """The packages of `pytorch-lightning`, and what the distribution `lightning` calls them."""
 
@@ -28,11 +24,9 @@ SUPPORTED = ("2.6.6", "2.7")
 
 
 def unify() -> None:
-    """Install the import hook, once; nothing is imported until somebody asks for it."""
-    if os.environ.get(SWITCH) == "0" or any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
-        return
+    """Install the import hook, once, unless both were imported before; it imports nothing until it is asked."""
     standalone, unified = (not sys.modules.keys().isdisjoint(names) for names in (STANDALONE, STANDALONE.values()))
-    if standalone and unified:
+    if (standalone and unified) or any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     aliases = {alias: real for real, alias in STANDALONE.items()}
     if unified or (not standalone and PathFinder.find_spec("pytorch_lightning") is None):
@@ -60,17 +54,13 @@ def verify_family(*objects: object) -> None:
     from .errors import ConfigError
 
     running: str = importlib.import_module("pytorch_lightning").__name__
-    others = tuple(
-        f"{name}." for pair in STANDALONE.items() for name in pair if ("." in name) != running.startswith("lightning.")
-    )
-    for value in objects:
-        cls: type = value if isinstance(value, type) else type(value)
+    others = tuple(f"{name}." for name in (STANDALONE if running.startswith("lightning.") else STANDALONE.values()))
+    for cls in (value if isinstance(value, type) else type(value) for value in objects):
         for foreign in (base for base in cls.__mro__ if base.__module__.startswith(others)):
-            unset = f" and unset {SWITCH}" if os.environ.get(SWITCH) == "0" else ""
             raise ConfigError(
                 f"{cls.__name__} derives from {foreign.__module__.partition('.')[0]}'s {foreign.__name__}, and Evener "
-                f"runs {running} here, which is a different package. Import evener before either of them{unset}: "
-                "then both names mean the same package."
+                f"runs {running} here, which is a different package. Import evener before either of them: then both "
+                "names mean the same package."
             )
 
 
@@ -82,7 +72,7 @@ class _AliasFinder(MetaPathFinder, Loader):
 
     def _real_name(self, name: str) -> str | None:
         """The name of a module in the real package; None if it belongs to no alias."""
-        found = (alias for alias in self._aliases if name == alias or name.startswith(f"{alias}."))
+        found = (alias for alias in self._aliases if f"{name}.".startswith(f"{alias}."))
         return next((self._aliases[alias] + name[len(alias) :] for alias in found), None)
 
     @override
@@ -92,8 +82,8 @@ class _AliasFinder(MetaPathFinder, Loader):
         if real := self._real_name(fullname):
             is_there = fullname in self._aliases or real in sys.modules or importlib.util.find_spec(real) is not None
         else:
-            is_there = fullname == "lightning" and "lightning.pytorch" in self._aliases
-            is_there = is_there and PathFinder.find_spec(fullname) is None
+            is_missing = fullname == "lightning" and PathFinder.find_spec(fullname) is None
+            is_there = is_missing and "lightning.pytorch" in self._aliases
         return ModuleSpec(fullname, self, is_package=True) if is_there else None
 
     @override
@@ -110,11 +100,12 @@ class _AliasFinder(MetaPathFinder, Loader):
         if spec.loader_state is not None:
             module.__spec__ = spec.loader_state
             return
-        vars(module)["__getattr__"] = _exported
+
+        def exported(name: str) -> Any:
+            return getattr(
+                importlib.import_module("lightning_fabric" if name == "Fabric" else "pytorch_lightning"), name
+            )
+
+        vars(module)["__getattr__"] = exported
         importlib.import_module("lightning.fabric")  # as `import lightning` makes both available
         importlib.import_module("lightning.pytorch")
-
-
-def _exported(name: str) -> Any:
-    """What `lightning` exports."""
-    return getattr(importlib.import_module("lightning_fabric" if name == "Fabric" else "pytorch_lightning"), name)

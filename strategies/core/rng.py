@@ -12,47 +12,41 @@ from torch import get_rng_state
 
 from .devices import on_device
 
-RandomState: TypeAlias = tuple[torch.Tensor, Any, Any]
-"""The global random states of torch (cpu), numpy and python."""
+RandomState: TypeAlias = tuple[torch.Tensor, Any, Any, list[torch.Tensor]]
+"""The random states of torch (cpu), numpy, python, and of accelerators."""
 
 
-def random_state() -> RandomState:
-    """Read the global random states of torch (cpu), numpy and python."""
-    return get_rng_state(), np.random.get_state(), random.getstate()
+def random_state(devices: Sequence[torch.device] = ()) -> RandomState:
+    """Read the random states of the host, and of the accelerators among devices."""
+    on_devices = [generator_state(device) for device in devices if device.type != "cpu"]
+    return get_rng_state(), np.random.get_state(), random.getstate(), on_devices
 
 
-def set_random_state(state: RandomState) -> None:
-    """Set the state that `random_state` returned."""
+def set_random_state(state: RandomState, devices: Sequence[torch.device] = ()) -> None:
+    """Set the state that `random_state` returned, on as many devices as it read."""
     torch.set_rng_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
+    accelerators = [device for device in devices if device.type != "cpu"]
+    for device, own in zip(accelerators, state[3], strict=False):
+        torch.get_device_module(device).set_rng_state(own, device)
 
 
 @contextmanager
-def swapped_random_state(state: RandomState) -> Generator[None]:
-    """Draw from another random state inside the block."""
-    own = random_state()
-    set_random_state(state)
+def isolated(devices: Sequence[torch.device] = (), state: RandomState | None = None) -> Generator[RandomState]:
+    """Restore the random states of the host and of devices on exit; yields these. Draw from another `state` inside."""
+    own = random_state(devices)
+    if state is not None:
+        set_random_state(state, devices)
     try:
-        yield
+        yield own
     finally:
-        set_random_state(own)
+        set_random_state(own, devices)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """Read the state of a device's generator."""
     return get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-@contextmanager
-def swapped_generator(device: torch.device, state: torch.Tensor) -> Generator[None]:
-    """Draw from another state of a device's generator inside the block."""
-    own = generator_state(device)
-    _set_generator(device, state)
-    try:
-        yield
-    finally:
-        _set_generator(device, own)
 
 
 def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
@@ -66,13 +60,14 @@ def seed_rank(rank: int, devices: Sequence[torch.device] = ()) -> None:
 
 
 def capture(devices: Sequence[torch.device] = (), state: RandomState | None = None) -> dict[str, Any]:
-    """Read the random states of the host, or take what `random_state` has read, and of devices, as plain data."""
-    torch_state, (name, keys, position, has_gauss, cached), (version, internal, gauss) = state or random_state()
+    """Read random states, or take what `random_state` has read, as plain data."""
+    host, of_numpy, of_python, on_devices = state or random_state(devices)
+    (name, keys, *rest), (version, internal, gauss) = of_numpy, of_python
     return {
         "python": (version, torch.from_numpy(np.array(internal, dtype=np.int64)), gauss),
-        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
-        "torch": torch_state,
-        "devices": [generator_state(device) for device in devices if device.type != "cpu"],
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": host,
+        "devices": on_devices,
     }
 
 
@@ -81,20 +76,7 @@ def restore(state: dict[str, Any], devices: Sequence[torch.device] = ()) -> None
     version, internal, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     of_numpy = (name, keys.numpy().astype(np.uint32), *rest)
-    set_random_state((state["torch"], of_numpy, (version, tuple(internal.tolist()), gauss)))
-    accelerators = [device for device in devices if device.type != "cpu"]
-    for device, device_state in zip(accelerators, state["devices"], strict=False):
-        _set_generator(device, device_state)
-
-
-@contextmanager
-def isolated(devices: Sequence[torch.device] = ()) -> Generator[dict[str, Any]]:
-    """Restore the random states of the host and of devices on exit; yields these."""
-    before = capture(devices)
-    try:
-        yield before
-    finally:
-        restore(before, devices)
+    set_random_state((state["torch"], of_numpy, (version, tuple(internal.tolist()), gauss), state["devices"]), devices)
 
 
 def seed_all(*entropy: int, devices: Sequence[torch.device] = ()) -> None:
@@ -120,7 +102,3 @@ def _seed_each(devices: Sequence[torch.device], seed: int, first: int) -> None:
         if i >= first and device.type != "cpu":
             with on_device(device):
                 torch.get_device_module(device).manual_seed((seed + i) % 2**63)
-
-
-def _set_generator(device: torch.device, state: torch.Tensor) -> None:
-    torch.set_rng_state(state) if device.type == "cpu" else torch.get_device_module(device).set_rng_state(state, device)

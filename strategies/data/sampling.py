@@ -28,7 +28,7 @@ from torch.utils.data import (
 from typing_extensions import override
 
 from ..batch.policies import Even, Policy, without_single_samples
-from ..core.rng import random_state, swapped_random_state
+from ..core.rng import isolated, random_state
 from ..core.types import Unit
 
 Agree: TypeAlias = Callable[[Any], Any]
@@ -244,7 +244,7 @@ def _drawn(units: Iterable[Unit], at_once: bool, state: Any) -> Iterator[Unit]:
         nonlocal state
         if state is None:
             return call(*args)
-        with swapped_random_state(state):
+        with isolated(state=state):
             drawn = call(*args)
             state = random_state()
         return drawn

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.errors import ConfigError, verify_submodules
 from ..core.module_checks import is_compiled
 from ..core.patching import refill
-from ..core.rng import generator_state, random_state, swapped_generator, swapped_random_state
+from ..core.rng import isolated, random_state
 from .plan import find_parts
 
 RecomputeOption: TypeAlias = Literal["never", "always", "except_last"] | Sequence[str]
@@ -157,10 +157,9 @@ class _Call:
         tensors = [*(("an input", tensor) for tensor in inputs), *named, *kept]
         read = [(what, v) for what, v in tensors if isinstance(v, Tensor) and not v.is_inference()]
         self._read = [(what, tensor, tensor._version) for what, tensor in read]
-        devices = {tensor.device for _, tensor in read if tensor.device.type not in ("cpu", "meta")}
-        self._device_random = [(device, generator_state(device)) for device in devices]
+        self._devices = [*{tensor.device for _, tensor in read if tensor.device.type != "meta"}]
         fake = any(isinstance(tensor, FakeTensor) for _, tensor in read)
-        self._random = None if fake else random_state()  # a simulated run draws nothing
+        self._random = None if fake else random_state(self._devices)  # a simulated run draws nothing
         self._dtype = torch.get_default_dtype()
 
     @contextmanager
@@ -176,9 +175,7 @@ class _Call:
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(_RANDOM)
-                stack.enter_context(swapped_random_state(self._random))
-            for device, state in self._device_random:
-                stack.enter_context(swapped_generator(device, state))
+                stack.enter_context(isolated(self._devices, self._random))
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
             for owner, held in self._held:

@@ -28,7 +28,7 @@ from ..batch.run_structures import FewSamples, chosen_loaders, num_evaluated
 from ..core.errors import ConfigError, PartsDiffer
 from ..core.module_checks import is_plain
 from ..core.patching import Replacement
-from ..core.rng import RandomState, random_state, set_random_state, swapped_random_state
+from ..core.rng import RandomState, isolated, random_state, set_random_state
 from ..data.loaders import LoaderRole, goes_whole, verify_side_by_side
 from ..data.streams import Divided
 from ..distributed.objects import broadcast_object
@@ -181,7 +181,7 @@ class WholeBatches:
             self.is_open = self.is_open and was_open
             if is_first and "training_step" in self.of_ranks.names:  # the first batches were perhaps read in parts
                 assert self._before is not None
-                with swapped_random_state(self._before):
+                with isolated(state=self._before):
                     iter(loop._data_fetcher)
 
         if self._strategy.world_size > 1:

@@ -39,18 +39,19 @@ class Replicas:
 
     def mark_changed(self) -> None:
         """Make the next refresh copy parameters and buffers, whatever is known of writes to them."""
-        self._versions = []  # a write through `.data` raises no version
+        self._is_marked = True  # a write through `.data` raises no version
 
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh; returns whether the copies had to be rebuilt."""
         if self._structure != self._read_structure():
             self._make()
             return True
-        if self._versions != (now := self._read_versions()):
+        now = [] if self._is_marked else self._read_versions()
+        if self._is_marked or now != self._versions:
             write(self._parameters, self._parameter_copies)
             if self._slots:
                 self._refresh_buffers()
-            self._versions = now
+            self._versions, self._is_marked = now, False
         flags, frozen = self._read_flags(), [not parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
@@ -83,7 +84,7 @@ class Replicas:
         self._follow()
         buffers = [(module, name, one) for module in self._modules for name, one in module._buffers.items()]
         self._slots = [(module, name) for module, name, one in buffers if one is not None]
-        self._versions = self._read_versions()
+        self._versions, self._is_marked = self._read_versions(), False
         self._known = [module.__dict__.copy() for module in self._modules]
 
     def _read_structure(self) -> Any:

@@ -106,7 +106,7 @@ def capture(trainer: pl.Trainer, accumulating: bool) -> State:
     logged = {id(result.value) for result in results.values() if not result.is_tensor}
     evaluation: Any = trainer.fit_loop.epoch_loop.val_loop  # within which a hook may save
     return {
-        "random": evaluation.random_of_training or rng.capture(devices_in_use(trainer.strategy)),
+        "random": rng.capture(devices_in_use(trainer.strategy), evaluation.random_of_training),
         "gradients": contract_of(trainer.strategy).whole_gradients(module) if accumulating else None,
         **map_tensors(own, lambda tensor: tensor.detach().cpu()),
         "loaders": own["loaders"],

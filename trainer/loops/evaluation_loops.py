@@ -138,7 +138,7 @@ class ValidationStopped(SIGTERMException):
 class LeanEvaluationLoop(PlannedLoop, _EvaluationLoop):
     """Validation or test."""
 
-    random_of_training: dict[str, Any] | None = None  # the states of the training around a validation, while it runs
+    random_of_training: rng.RandomState | None = None  # the states of the training around a validation, while it runs
     _may_stop = False  # whether a signal may stop the present validation before its end
     _by_loader = False  # whether ranks exchange the outputs of several loaders, one after the other
     _to_store = 0  # the loader whose outputs are stored next

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import warm_python
@@ -105,12 +104,11 @@ print("unpickled", count.batches)
 """
 
 
-def python(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on a script, or with several words, in a folder that has the module `written`."""
+def python(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a script in a folder that has the module `written`."""
     (folder / "written.py").write_text(MODULE)
-    variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore", **environment}
-    words = ["-c", *command] if len(command) == 1 else command
-    return warm_python.run(*words, cwd=folder, env=variables, without_lightning=True)
+    variables = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    return warm_python.run("-c", script, cwd=folder, env=variables, without_lightning=True)
 
 
 TRAINER_ALONE = """
@@ -139,7 +137,6 @@ REFUSED = (
     "Net derives from lightning's LightningModule, and Evener runs pytorch_lightning here, which is a different "
     "package. Import evener before either of them"
 )
-OFF = "import evener.strategies, lightning.pytorch as a, pytorch_lightning as b; print(a is b)"
 OLD = """
 import pytorch_lightning
 pytorch_lightning.__version__ = "2.5.2"
@@ -149,27 +146,25 @@ from evener.trainer import Trainer
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("script", "environment", "told", "error"),
+    ("script", "told", "error"),
     [
         # it did so when `Trainer` was first used: modules of `import evener.trainer; import lightning` were refused
-        (TRAINER_ALONE, {}, "True 1\n", ""),
+        (TRAINER_ALONE, "True 1\n", ""),
         # `find_spec`, by which libraries ask for optional parts, found whatever began with the other name
-        (NOTHING, {}, "None lightning.pytorch.cli\n", "No module named 'lightning.pytorch.nothing'"),
+        (NOTHING, "None lightning.pytorch.cli\n", "No module named 'lightning.pytorch.nothing'"),
         # `python train.py` ended in "No module named 'pytorch_lightning'" where only lightning is installed
-        ("hidden" + ROOM, {}, "lightning.fabric.", ""),
-        (BOTH_BEFORE, {}, "", REFUSED),
-        (OFF, {"EVENER_LIGHTNING_ALIAS": "0"}, "False\n", ""),
-        (OLD, {}, "", "but 2.5.2 is installed"),
+        ("hidden" + ROOM, "lightning.fabric.", ""),
+        (BOTH_BEFORE, "", REFUSED),
+        (OLD, "", "but 2.5.2 is installed"),
     ],
-    ids=["before torch", "not there", "only lightning", "both before", "off", "an old version"],
+    ids=["before torch", "not there", "only lightning", "both before", "an old version"],
 )
-def test_what_is_imported_and_refused(script: str, environment: Any, told: str, error: str, tmp_path: Path) -> None:
+def test_what_is_imported_and_refused(script: str, told: str, error: str, tmp_path: Path) -> None:
     script = script.replace("hidden", HIDE.format(hidden=STANDALONE))
-    ended = python(tmp_path, script, **environment)
+    ended = python(tmp_path, script)
     assert ended.stdout.startswith(told), ended.stderr
     assert error in ended.stderr
     assert (ended.returncode != 0) == bool(error), ended.stderr
-    assert "unset EVENER_LIGHTNING_ALIAS" not in ended.stderr
 
 
 LOGGERS = """
