@@ -48,11 +48,7 @@ def run_under(started_by: ClusterEnvironment, run_hydra: Callable[[], None]) -> 
 
 
 def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
-    """Run one job, print its summary table, and return the monitored metric, which Hydra's sweepers optimize.
-
-    Args:
-        in_sweep: whether other jobs follow, also where the weights contain nan.
-    """
+    """Run one job, print its table, and return the monitored metric; in a sweep others follow one that diverged."""
     alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
     if alone and cluster.detect_launcher() is not None:
         raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")

@@ -32,10 +32,7 @@ MADE_ELSEWHERE = ("strategy", "logger", "callbacks", "enable_checkpointing")
 
 
 def verify_options(key: str, options: Mapping[str, Any], cls: type) -> None:
-    """Check the options of a class against its constructor's arguments, and their annotations.
-
-    Only annotations of this project's and Lightning's classes are checked: others may be meant less strictly.
-    """
+    """Check options against a constructor's arguments and, of this project and Lightning, against their annotations."""
     for name in options.keys() & MADE_ELSEWHERE if issubclass(cls, pl.Trainer) else ():
         group = "checkpoint" if name == "enable_checkpointing" else name
         none = "" if name == "strategy" else f", or {group}=none"
@@ -202,10 +199,7 @@ def imported(key: str, target: str, kind: type = object, expected: str = "a clas
 
 
 def verify_nested(key: str, options: Any) -> None:
-    """Refuse every `_target_` within a group's options that is no class of an installed package or the user's project.
-
-    A configuration from an untrusted source can't call `os.system`, `subprocess.Popen`, `eval` or `torch.load`.
-    """
+    """Refuse every nested `_target_` that is no class of a package or the user's project, such as `os.system`."""
     children = options.items() if isinstance(options, dict) else enumerate(options) if isinstance(options, list) else ()
     for name, child in children:
         verify_nested(f"{key}.{name}" if key else str(name), child)

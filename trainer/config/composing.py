@@ -227,10 +227,7 @@ def incomplete(cfg: DictConfig, exc: OmegaConfBaseException) -> str:
 
 
 def verify_all_read(cfg: DictConfig, others: str) -> None:
-    """Refuse root keys that are neither in `conf/train.yaml`, nor groups, nor referred to by another value.
-
-    That is one of the configuration, which is not resolved, or of `others`, as YAML.
-    """
+    """Refuse root keys not in `conf/train.yaml` that are no groups and that no value, nor `others`, refers to."""
     known = [*map(str, OmegaConf.create(PACKAGE.text("train"))), *PACKAGE.groups()]
     text = OmegaConf.to_yaml(cfg) + others
     for key in map(str, cfg):

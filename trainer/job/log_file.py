@@ -62,10 +62,7 @@ class ConsoleHandler(logging.Handler):
 
 @contextmanager
 def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
-    """Send the log of this process to `train.log` and the console, in place of Hydra's and Lightning's handlers.
-
-    Ranks above 0 report errors only, on the console.
-    """
+    """Send the log of this process to `train.log` and the console; of ranks above 0 only errors, to the console."""
     # `LogEveryEpoch` shortens the interval right after this warning
     warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
     # Lightning 2.6 uses a deprecated API of torch 2.13's pytree; users can't act on the warning
@@ -108,10 +105,7 @@ def run_log(run_dir: str | Path, rank: int = 0) -> Generator[None]:
 def report(
     cfg: DictConfig, rank: int, num_processes: int, cause: BaseException | str, num_restarts: int | None = None
 ) -> tuple[Result, bool]:
-    """Write a rank's failure to `train.log`, a run's first one also to `result.json`; return it, and if it is that.
-
-    `cause` is what the rank raised; or, of one that was killed, how it ended, which is the reason of others' failures.
-    """
+    """Write a rank's failure (or how it was killed) to `train.log`, a first one also to `result.json`; and if it is."""
     if num_restarts is None:
         num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     told: dict[str, Any] = {"reason": cause} if isinstance(cause, str) else described(cause)
@@ -188,10 +182,7 @@ def users_frames(exc: BaseException, rest: str = "HYDRA_FULL_ERROR=1 shows them"
 
 
 class Interrupted(SystemExit):
-    """Exit because of a signal, with the status that shells expect: 128 + its number.
-
-    `begun` says whether training had, so that there is something to save; else `told`, whether that was said.
-    """
+    """Exit by a signal, with 128 + its number; `told` says whether it was said that training had not `begun`."""
 
     def __init__(self, signum: int, begun: bool = True) -> None:
         super().__init__(128 + signum)
@@ -200,10 +191,7 @@ class Interrupted(SystemExit):
 
 @contextmanager
 def graceful_stop(trainer: pl.Trainer | None = None) -> Generator[None]:
-    """Let Ctrl-C (SIGINT), a closed terminal (SIGHUP) and a scheduler's warning (SIGUSR1) stop training like SIGTERM.
-
-    Without a trainer the process has nothing to save, and the first signal ends it at once.
-    """
+    """Let SIGINT, SIGHUP and SIGUSR1 stop training like SIGTERM; without a trainer the first one ends it at once."""
 
     def stop(at_once: bool, signum: int, frame: FrameType | None) -> None:
         if not at_once:

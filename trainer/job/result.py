@@ -228,11 +228,7 @@ def new_table(title: str, headings: Iterable[str], text: Collection[str] = (), f
 
 
 def print_table(table: Table | None, lines: Iterable[str] = (), width: int = 120) -> None:
-    """Print a table, if there is one, and lines below it that are not wrapped.
-
-    A table without folded columns is printed whole, however narrow the console is; one with them is `width` characters
-    wide if the output is not a terminal.
-    """
+    """Print a table, whole or, with folded columns, in a terminal's width (elsewhere `width`), and unwrapped lines."""
     console = Console()
     if table is not None:
         if all(column.no_wrap for column in table.columns):

@@ -146,10 +146,7 @@ def checkpoint_of_name(cfg: DictConfig) -> Path:
 
 
 def with_learning_rate(cfg: DictConfig, name: str, checkpoint: str | None) -> DictConfig:
-    """Search for the learning rate by a callback, which is taken out of the run's own.
-
-    A run that goes on from a checkpoint keeps the rate of its optimizer.
-    """
+    """Search for the learning rate by a callback, taken out of the run's own; a run that goes on keeps its rate."""
     found = cfg.copy()
     options = found.callbacks.pop(name)
     if cfg.mode != "fit" or checkpoint is not None or cfg.trainer.get("fast_dev_run"):

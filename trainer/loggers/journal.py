@@ -256,10 +256,7 @@ def ends(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def cut_back(loggers: list[Any], at: Ends | None) -> None:
-    """Withdraw, once, what earlier processes have logged after `at`, what `ends` returned, or since a run's start.
-
-    Files that are not among them are kept, since they may have been moved.
-    """
+    """Withdraw, once, what earlier processes have logged after `at` (of `ends`); other files may have been moved."""
     sizes = {os.path.basename(path): size for path, size in (at or {}).items()}
     for logger in [one for one in loggers if one not in _decided]:
         _decided.add(logger)

@@ -205,11 +205,7 @@ def _log_dict(own: Callable[..., None], dictionary: Any, *args: Any, **options: 
 
 
 def shares_states(collection: MetricCollection) -> bool:
-    """Whether the metrics of each group have the states of its first, as `update` leaves them.
-
-    `collection.items()`, which `log_dict` calls, sets them all again through `nn.Module.__setattr__`, at the cost of
-    an update.
-    """
+    """Whether each group's metrics share its first's states; `items()`, at an update's cost, would set them again."""
     metrics: Any = vars(collection)["_modules"]
     if not collection._groups_checked or collection._state_is_copy:
         return False

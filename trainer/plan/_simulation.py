@@ -39,10 +39,7 @@ Questions: TypeAlias = Generator[int, list[StageMemory], Any]
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of every storage that operations create inside the block, `live` and the most since a reset.
-
-    Sizes are rounded up to multiples of `block_bytes`, as in the device's allocator (CUDA: 512).
-    """
+    """Counts the bytes of storages created inside the block, in blocks as the allocator's: live, and their peak."""
 
     def __init__(self, block_bytes: int = 1) -> None:
         super().__init__()
@@ -93,10 +90,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 class SimulatedStages(Stages):
-    """Stages of fake tensors, each with a device of its own: `cpu:1` is one that no machine has.
-
-    The stage where the batch and the loss are has the plain CPU, as tensors that are made without a device.
-    """
+    """Stages of fake tensors on devices such as `cpu:1`; that of the batch and the loss has the plain CPU."""
 
     def __init__(self, num_stages: int, options: StageOptions, fake: FakeTensorMode) -> None:
         super().__init__([torch.device("cpu", stage) for stage in range(num_stages)], options)
@@ -124,10 +118,7 @@ class Finished(Exception):
 
 
 class SimulatedStrategy(SingleDeviceStrategy):
-    """Trains with fake tensors, one optimizer step for each question about memory.
-
-    `on_accelerator` emulates accelerators: CUDA's allocation in blocks of 512 bytes, foreach optimizers.
-    """
+    """Trains with fake tensors, an optimizer step for each question; `on_accelerator` in CUDA's blocks, foreach."""
 
     strategy_name = "simulated"
 

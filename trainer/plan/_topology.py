@@ -107,10 +107,7 @@ def count_devices(cfg: DictConfig) -> int:
 
 
 def workspace_bytes(cfg: DictConfig) -> int:
-    """Bytes that the libraries of an accelerator keep of a matrix product, forward and backward; 0 without one here.
-
-    cuBLAS keeps a workspace for each thread that launches work, and backward has its own: 32 MiB each on an H200.
-    """
+    """Bytes that an accelerator's libraries keep of a matrix product: cuBLAS 32 MiB per thread; 0 without one here."""
     try:
         device = resolve_devices(plain(cfg.devices), cfg.accelerator)[0]
     except ConfigError:  # the planned devices are not on this machine
@@ -134,10 +131,7 @@ def is_for_accelerator(cfg: DictConfig) -> bool:
 
 @dataclass
 class StageMemory:
-    """Bytes on one device while a module trains, once the optimizer's state exists.
-
-    `forward`, `backward` and `update` are the most at one time in these phases, beyond `static` and the batch.
-    """
+    """Bytes on one device in a step that has an optimizer's state; those of phases go beyond `static` and batch."""
 
     parameters: int = 0
     gradients: int = 0
@@ -196,11 +190,7 @@ def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumula
 
 
 def in_flight(memory: Sequence[StageMemory], most: Sequence[int], num_samples: int, samples: int) -> list[StageMemory]:
-    """The memory of stages that keep the activations of several micro-batches at one time.
-
-    All but the first one find, when they go backward, the gradients that were collected so far. Where all are kept when
-    the first goes backward, the activations of that one are gone by then.
-    """
+    """The memory of stages that keep several micro-batches' activations, and gradients collected, at one time."""
     found: list[StageMemory] = []
     for stage, number in zip(memory, most, strict=True):
         kept, all_kept = (number - 1) * stage.activations, number >= -(-num_samples // samples)

@@ -32,10 +32,7 @@ MAX_SAMPLES = 2**24
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes that one device needs, which has some `samples` of a batch.
-
-    Not all of them need exist at the time of the `peak`, to which temporaries add.
-    """
+    """Bytes that one device needs for its `samples`; they need not all exist at the peak, to which temporaries add."""
 
     device: int
     samples: int
@@ -195,10 +192,7 @@ class Planner:
         return in_flight(self._known[simulated], most, samples, simulated)
 
     def largest_batch(self, batch: int, device_bytes: float) -> Questions:
-        """Return the largest batch that fits every device: 0 if no sample does, None if any number does.
-
-        It is doubled until it does not fit, and then bisected: a step fits, and one with one more sample does not.
-        """
+        """Return the largest batch that fits every device: 0 if no sample does, None if any number does."""
         fits, fails = 0, MAX_SAMPLES + 1
         while fails - fits > 1:
             guess = (fits + fails) // 2 if fails <= MAX_SAMPLES else min(max(batch, 2 * fits), MAX_SAMPLES)

@@ -108,10 +108,7 @@ def random_streams(trainer: pl.Trainer) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one strategy's trial: `ok`, `failed`, or `refused` if it can't train this module on these devices.
-
-    `losses` are those of global batches, and `excuses` known reasons for which they may differ from another strategy's.
-    """
+    """The outcome of one strategy's trial, with global losses, and `excuses` why they may differ from another's."""
 
     strategy: str
     status: str = OK
@@ -293,12 +290,7 @@ def chosen_strategies(cfg: DictConfig) -> list[str]:
 
 
 def trial_config(cfg: DictConfig, name: str, folder: Path) -> DictConfig:
-    """The configuration of a few measured steps with one strategy, which write to a folder.
-
-    It has the same module, data, devices, precision, accumulation and clipping, a probe as its only callback, and
-    neither logger nor checkpoints. The loader's batch is the global one for all strategies, whose options are the
-    user's for the configured one, otherwise those of `conf/strategy`, with `compare.options.<name>`.
-    """
+    """The configuration of a few measured steps with one strategy, on the loader's batch, that write to a folder."""
     is_users = str(cfg.strategy.get("_target_", "")).rpartition(".")[2] == STRATEGIES[name].__name__
     options: Any = cfg.strategy.copy() if is_users else OmegaConf.create(PACKAGE.values(f"strategy/{name}"))
     with open_dict(options):

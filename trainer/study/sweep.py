@@ -18,10 +18,7 @@ COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of several: its number, what distinguishes it, and its value of the monitored metric.
-
-    `state` says how it ended if not as it should: `failed`, `diverged` or `pruned`.
-    """
+    """One of several runs, with its monitored value; `state` is `failed` or `diverged`, unless it ended well."""
 
     number: int
     strategy: str
