@@ -12,9 +12,9 @@ writes have the same order in every run:
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,39 +29,28 @@ Combine: TypeAlias = Callable[[Mapping[int, Any]], Mapping[int, Any]]
 _local = threading.local()
 
 
-@dataclass
-class Seat:
+class Seat(NamedTuple):
     """A part's place in a meeting, as the code of its step finds it.
 
     Args:
         part: its number.
-        num_samples: samples of each part.
+        meeting: None of a micro-batch, which can't wait for others: they have not begun, or their graphs are gone.
     """
 
-    meeting: "Meeting"
     part: int
-    num_samples: Sequence[float]
+    meeting: "Meeting | None" = None
 
     def meet(self, where: str, value: Any, combine: Combine) -> Any:
         """Bring a value to a place, wait for the other parts there, and return what the first one's `combine` makes.
 
         If some have ended without coming here the step needs a whole batch.
         """
+        if self.meeting is None:
+            raise ConfigError(
+                f"{where} needs the rows of all micro-batches at once, but was not called when the first step was "
+                "verified, so that the run has no whole batches. Call it in every step, or set num_microbatches=1."
+            )
         return self.meeting.meet(self.part, where, value, combine)
-
-
-class InTurn(Seat):
-    """The place of a micro-batch, which can't wait for others: they have not begun, or their graphs are gone."""
-
-    def __init__(self, part: int) -> None:
-        self.part = part
-
-    @override
-    def meet(self, where: str, value: Any, combine: Combine) -> Any:
-        raise ConfigError(
-            f"{where} needs the rows of all micro-batches at once, but was not called when the first step was "
-            "verified, so that the run has no whole batches. Call it in every step, or set num_microbatches=1."
-        )
 
 
 def seat() -> Seat | None:
@@ -84,25 +73,21 @@ class _PartFailed(BaseException):
 
 
 class Meeting:
-    """One step in parts that may meet.
-
-    Args:
-        pieces: the parts' steps.
-        num_samples: samples of each.
+    """One step in parts that may meet: their steps are `given`.
 
     Attributes:
-        has_met: whether parts have met.
+        num_parts: how many there are.
+        has_met: whether they have met.
         state: of the calling thread, which those of parts have, too.
     """
 
-    def __init__(self, pieces: Sequence[Piece], num_samples: Sequence[float]) -> None:
-        self._given = list(pieces)
-        self._num_samples = num_samples
+    def __init__(self, given: Sequence[Piece]) -> None:
+        self._given, self.num_parts = list(given), len(given)
         self._helpers: dict[int, Turns] = {}
         """The parts that have threads."""
-        self._brought: dict[int, tuple[str, Any, Combine]] = {}
+        self._brought: dict[int, tuple[str, Any]] = {}
         self._answers: dict[int, Any] = {}
-        self._failed: tuple[int, BaseException] | None = None
+        self._failed: tuple[Piece, BaseException] | None = None
         self._home = threading.get_ident()
         self.state = ThreadState()
         self.has_met = False
@@ -110,7 +95,7 @@ class Meeting:
     @property
     def pieces(self) -> list[Piece]:
         """What to run, in order."""  # not kept, so that no cycle keeps a step's batch
-        return [Piece(piece.device, piece.name, partial(self._run, i)) for i, piece in enumerate(self._given)]
+        return [replace(piece, call=partial(self._run, i)) for i, piece in enumerate(self._given)]
 
     def __enter__(self) -> Self:
         return self
@@ -119,8 +104,7 @@ class Meeting:
         for helper in self._helpers.values():
             helper.leave()
         if isinstance(error, _PartFailed) and self._failed is not None:
-            part, cause = self._failed
-            reraised(self._given[part], _raise, cause)
+            reraised(self._failed[0], _raise, self._failed[1])
         # batches and graphs, which cycles through `pieces` and threads would keep until they are collected
         for kept in (self._given, self._helpers, self._brought, self._answers):
             kept.clear()
@@ -128,67 +112,60 @@ class Meeting:
     def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
         """See `Seat.meet`."""
         helper = self._helpers.get(part)
-        if helper is None:
-            if threading.get_ident() != self._home:
-                raise ConfigError(
-                    f"{where} was first called after the first step, which decides that parts of a batch run one after "
-                    "the other, not in threads. Call it in the first step, too, or set strategy.threads=false."
-                )
-            return self._gather({part: (where, value, combine)})[part]
-        self._brought[part] = (where, value, combine)
-        helper.give_way()
-        return self._answers[part]
+        if helper is not None:
+            self._brought[part] = where, value
+            helper.give_way()
+            return self._answers[part]
+        if threading.get_ident() != self._home:
+            raise ConfigError(
+                f"{where} was first called after the first step, which decides that parts of a batch run one after "
+                "the other, not in threads. Call it in the first step, too, or set strategy.threads=false."
+            )
+        if part:  # those before have ended
+            raise self._apart(part, where, 0, "its end")
+        self.has_met, brought = True, {part: value}
+        for other in range(1, self.num_parts):
+            if (there := self._come(other)) != where:
+                raise self._apart(part, where, other, there)
+            brought[other] = self._brought[other][1]
+        with seated(None):
+            answers = combine(brought)
+        self._answers.update(answers)
+        return answers[part]
+
+    def _come(self, part: int) -> str:
+        """Let a part go on to where it meets the first; returns the place."""
+        given = self._given[part]
+        if part not in self._helpers:
+            self._helpers[part] = Turns(replace(given, call=partial(self._seated, part)), self.state)
+        helper = self._helpers[part]
+        helper.resume()
+        if helper.error is not None:
+            self._failed = given, helper.error
+            raise _PartFailed
+        return "its end" if helper.is_done else self._brought[part][0]
 
     def _run(self, part: int) -> Any:
         """Run a part to its end: in this thread, or in its own if it has one."""
         helper = self._helpers.get(part)
         if helper is None:
             return self._seated(part)
-        while not helper.is_done:
-            helper.resume()
-            if not helper.is_done:  # it meets those that are left
-                self._answers[part] = self._gather({part: self._brought[part]})[part]
+        helper.resume()
         if helper.error is not None:
             raise helper.error
+        if not helper.is_done:
+            raise self._apart(part, self._brought[part][0], 0, "its end")
         return helper.result
 
-    def _gather(self, brought: dict[int, tuple[str, Any, Combine]]) -> Mapping[int, Any]:
-        """Let the parts after one come to where it is, and combine what all bring."""
-        self.has_met = True
-        (part,) = brought
-        for other in range(part + 1, len(self._given)):
-            helper = self._helpers.get(other) or self._start(other)
-            helper.resume()
-            if helper.error is not None:
-                self._failed = (other, helper.error)
-                raise _PartFailed
-            if not helper.is_done:
-                brought[other] = self._brought[other]
-        where, _, combine = brought[part]
-        for other, given in enumerate(self._given):
-            place = brought[other][0] if other in brought else "its end"
-            if place != where:
-                raise PartsDiffer(
-                    f"{self._given[part].name} is at {where}, and {given.name} at {place}: all parts of a batch must "
-                    "call the same, in the same order. Do so in every step, whatever the samples are."
-                )
-        with seated(None):
-            answers = combine({other: value for other, (_, value, _) in brought.items()})
-        for other in brought.keys() - {part}:
-            self._answers[other] = answers[other]
-        return answers
-
-    def _start(self, part: int) -> Turns:
-        given = self._given[part]
-        self._helpers[part] = Turns(Piece(given.device, given.name, partial(self._seated, part)), self.state)
-        return self._helpers[part]
+    def _apart(self, part: int, where: str, other: int, there: str) -> PartsDiffer:
+        return PartsDiffer(
+            f"{self._given[part].name} is at {where}, and {self._given[other].name} at {there}: all parts of a batch "
+            "must call the same, in the same order. Do so in every step, whatever the samples are."
+        )
 
     def _seated(self, part: int) -> Any:
-        before, _local.seat = seat(), Seat(self, part, self._num_samples)
-        try:
+        with seated(Seat(part, self)):
             return self._given[part].call()
-        finally:
-            _local.seat = before
 
 
 def _raise(error: BaseException) -> Any:
@@ -256,7 +233,7 @@ def gathered(tensor: Tensor, strategy: str, over_ranks: Callable[[Tensor], Tenso
         PartsDiffer: a part of the process's batch calls it, which has no rows of the others.
     """
     place = seat()
-    if isinstance(place, InTurn) or (place is not None and len(place.num_samples) > 1):
+    if place is not None and (place.meeting is None or place.meeting.num_parts > 1):
         raise PartsDiffer(
             f"{strategy}: all_gather is called on a part of a batch. Compute the loss in evener.over_batch(fn)(...)"
         )

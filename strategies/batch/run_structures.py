@@ -48,10 +48,9 @@ class RunStructures:
             loader: Any = getattr(trainer._active_loop, "_combined_loader", None)
             if isinstance(loader, CombinedLoader) and loader._mode == "sequential":
                 loader = loader.flattened[dataloader_idx]
-            loaders = loaders_in(loader)
             # of a stream that ranks read together the whole batches show more than a part of one sample
-            known = getattr(loaders[0], "structure", None) if len(loaders) == 1 else None
-            self._batches[key] = structure = known or BatchStructure(self.options, loaders)
+            known = None if isinstance(loader, CombinedLoader) else getattr(loader, "structure", None)
+            self._batches[key] = structure = known or self.of_stream(loader)
             with suppress(Exception):  # samples can't be chosen, or the user's code is not made for so many
                 few = FewSamples(trainer.lightning_module, trainer._active_loop, dataloader_idx, _TRIED, repeats=True)
                 structure.settle(few.batch(0, _TRIED, trainer.strategy.root_device), _TRIED)
@@ -59,11 +58,13 @@ class RunStructures:
 
     def of_stream(self, loader: Any) -> BatchStructure:
         """The structure of a loader's batches before any hook has seen them."""
-        return BatchStructure(self.options, loaders_in(loader))
+        loaders = loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+        sizes = {getattr(one, "batch_size", None) for one in loaders}
+        return BatchStructure(self.options, sizes.pop() if len(sizes) == 1 else None)
 
     def of_inputs(self, name: str) -> BatchStructure:
-        """The structure of the inputs of a part of the module, `(args, kwargs)`."""
-        return BatchStructure(self.options, structures=((), (0,)), root=f"inputs of {name}", prefix=("submodule",))
+        """The structure of the inputs of a part of the module, by their numbers and names."""
+        return BatchStructure(self.options, root=f"inputs of {name}", prefix=("submodule",))
 
     def of_results(self, step: str, dataloader_idx: int = 0) -> ResultStructure:
         """The structure of what a step returns; errors call it by the step's name."""
@@ -116,11 +117,6 @@ def takes_others_batches(loop: Any) -> bool:
     """Whether ranks each take batches of a sampler that is not torch's, which nobody has made to be joined."""
     divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
     return any(batches is not None and batches.deals_others for batches in divided)
-
-
-def loaders_in(loader: Any) -> list[Any]:
-    """A loader, or those whose batches a `CombinedLoader` puts into one."""
-    return list(loader.flattened) if isinstance(loader, CombinedLoader) else [loader]
 
 
 class FewSamples:

@@ -1,4 +1,4 @@
-"""Decide, once per run and value, which dimension of a batch's values is samples: a convention, and the user's word.
+"""Decide, once per run and value, what in a batch is samples: by a convention, unless the option `batch_dims` says it.
 
 a value of a batch of N samples       is
 tensor or array of N rows             cut by rows
@@ -9,16 +9,14 @@ anything else                         shared: all chunks have it
 
 Where a dataset gives samples by index, a batch of 7 decides (`settle`), else the first one. There N is the number of
 rows of a tensor outside of lists, or without these the length of a list: the loader's `batch_size`, if one is as long,
-else that of the first.
-
-The option `batch_dims` says otherwise. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a
-shared tensor whose number of rows then becomes another is not cut, but refused by name.
+else that of the first. What was decided for a path (`boxes`, `views.0`) holds for the whole run; a shared tensor whose
+number of rows then becomes another is not cut, but refused by name.
 """
 
 import copy
 import enum
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeAlias, cast
@@ -37,13 +35,11 @@ SHARED = (str, bytes, numbers.Number, enum.Enum, torch.dtype, torch.device, np.g
 Path: TypeAlias = tuple[Any, ...]
 """The keys, indices and field names from a batch to a value in it."""
 
-Items: TypeAlias = list[tuple[Any, Any]]
-
 Role: TypeAlias = Literal["rows", "list", "itself", "shared", "structure"]
 """What a value is: a row or an element per sample, what splits itself, the same for all samples, or a structure."""
 
 
-def children(value: Any) -> Items | None:
+def children(value: Any) -> list[tuple[Any, Any]] | None:
     """The named parts of a structure; None for a leaf."""
     if isinstance(value, PackedSequence):
         return None  # a namedtuple, but its rows are time steps
@@ -90,7 +86,7 @@ def splits_itself(value: Any) -> bool:
 def length(value: Any) -> int | None:
     """The samples of a value, if it has any: its rows, elements or graphs."""
     if callable(getattr(value, "to_data_list", None)):
-        return int(value.num_graphs)  # its `len` is the number of its attributes
+        return int(value.num_graphs)  # its `len` counts attributes
     return len(value) if hasattr(value, "__len__") else None
 
 
@@ -141,32 +137,26 @@ def split_itself(value: Any, sizes: list[int]) -> list[Any]:
 BatchDims: TypeAlias = Mapping[Any, Any]
 """The option `batch_dims`: for the path of a value `list`, `none` or 0; of a result also `sum` or `mean`."""
 
+REDUCTIONS = ("sum", "mean")
 
-REDUCTIONS = {"sum": "sum", "mean": "mean"}
-
-
-_WORDS: dict[Any, str] = {"list": "list", "none": "shared", None: "shared", 0: "rows", "0": "rows", **REDUCTIONS}
+_WORDS: dict[Any, str] = {"list": "list", "none": "shared", None: "shared", 0: "rows", "0": "rows"}
 
 
 def verify_batch_dims(dims: BatchDims | None, strategy: str) -> dict[str, str]:
     """Read the option `batch_dims`: for each path the role (or the reduction) of its value; refuse unknown words."""
+    words = _WORDS | {word: word for word in REDUCTIONS}
     for key, word in (dims or {}).items():
-        if word not in _WORDS or isinstance(word, bool):
+        if word not in words or isinstance(word, bool):
             raise ConfigError(
                 f"{strategy}: batch_dims={{{key}: {word}}} is unknown. Choose one of list (one element per sample), "
                 "none (the same for all samples), 0 (tensors with one row per sample); for results also sum, mean."
             )
-    return {str(key): _WORDS[word] for key, word in (dims or {}).items()}
+    return {str(key): words[word] for key, word in (dims or {}).items()}
 
 
 @dataclass(frozen=True)
 class DeclaredDims:
-    """What the option says of the values of a batch, or of a result.
-
-    Args:
-        words: what `verify_batch_dims` returned.
-        prefix: what the paths of options begin with, which have no prefix for batches.
-    """
+    """What `verify_batch_dims` returned; `prefix` is what paths in it begin with, which have none for batches."""
 
     words: Mapping[str, str]
     prefix: Path
@@ -177,9 +167,7 @@ class DeclaredDims:
 
     def word(self, path: Path) -> str | None:
         """What the user said of a path; 0 for a structure is said of all tensors in it."""
-        if not self.words:
-            return None
-        said = [self.words.get(self.key(path[:i])) for i in range(len(path) + 1)]
+        said = [self.words.get(self.key(path[:i])) for i in range(len(path) + 1)] if self.words else [None]
         return said[-1] or ("rows" if "rows" in said else None)
 
 
@@ -193,25 +181,15 @@ class BatchStructure:
 
     Args:
         options: what `verify_batch_dims` returned.
-        loaders: that the batches are from, as far as they are known.
-        structures: paths of what is a structure in any case: what holds the arguments of a call, say.
+        size: the loader's `batch_size`, if it is known.
         root: what errors call the whole.
-        prefix: what the paths of options begin with, which have no prefix for batches.
+        prefix: see `DeclaredDims`.
     """
 
     def __init__(
-        self,
-        options: Mapping[str, str] | None = None,
-        loaders: Sequence[Any] = (),
-        structures: Sequence[Path] = (),
-        root: str = "batch",
-        prefix: Path = (),
+        self, options: Mapping[str, str] | None = None, size: int | None = None, root: str = "batch", prefix: Path = ()
     ) -> None:
-        self._declared = DeclaredDims(options or {}, prefix)
-        sizes = {getattr(loader, "batch_size", None) for loader in loaders}
-        self._size = sizes.pop() if len(sizes) == 1 else None
-        self._structures = {*structures, *([()] if len(loaders) > 1 else [])}
-        self._root = root
+        self._declared, self._size, self._root = DeclaredDims(options or {}, prefix), size, root
         self._roles: dict[Path, Role] = {}
         self._shared: dict[Path, int] = {}
         """Rows of tensors that are the same for all samples, as nobody has said otherwise."""
@@ -237,7 +215,10 @@ class BatchStructure:
         """Count the samples of a batch, the first of which decides; None where it holds nothing to count."""
         found = (length(part) for part, role in self._parts(batch) if role in ("rows", "list", "itself"))
         num = next((num for num in found if num is not None), None)
-        if num is None and (num := self._first_count(batch)) is not None:
+        if num is None and (ranked := sorted(self._lengths(batch), key=lambda one: one[0])):
+            rank, num = ranked[0]
+            if rank and self._size in [num for own, num in ranked if own == 1 or rank > 1]:
+                num = self._size
             list(self._parts(batch, num))
         return num
 
@@ -302,32 +283,20 @@ class BatchStructure:
             if word is None and len(value) != num:
                 self._shared[path] = len(value)
             return word or ("rows" if len(value) == num else "shared")
-        if word == "rows" or path in self._structures:
+        if word == "rows":
             return "structure"
         return word or ("list" if are_samples(value, num) else "structure")
 
-    def _first_count(self, batch: Any) -> int | None:
-        """N of the first batch, of which nothing is known."""
-        found = sorted(self._lengths(batch), key=lambda one: one[0])
-        if found and found[0][0] == 0:
-            return found[0][1]
-        lengths = [num for rank, num in found if rank == 1] or [num for _, num in found]
-        return self._size if self._size in lengths else next(iter(lengths), None)
-
     def _lengths(self, value: Any, path: Path = (), in_list: bool = False) -> Iterator[tuple[int, int]]:
-        """Yield the lengths of what may have samples, each after its rank.
+        """Yield the lengths of what may have samples in a batch of which nothing is known, each after its rank.
 
         The user's word has rank 0, a tensor outside of lists 1, a list 2, the batch itself 3, a tensor in a list 4.
         """
         word, is_list = self._declared.word(path), is_sequence(value)
-        if word == "shared":
-            return
-        if is_array(value) or splits_itself(value):
-            if (num := length(value)) is not None:
-                yield 0 if word else 4 if in_list else 1, num
-            return
-        if is_list and path not in self._structures and word != "rows":
-            yield 0 if word else 2 if path else 3, len(value)
-            in_list = bool(path)
-        for key, child in (children(value) or ()) if not (is_list and word == "list") else ():
-            yield from self._lengths(child, (*path, key), in_list)
+        is_leaf = is_array(value) or splits_itself(value)
+        num = length(value) if is_leaf or (is_list and word != "rows") else None
+        if word != "shared" and num is not None:
+            yield 0 if word else (4 if in_list else 1) if is_leaf else (2 if path else 3), num
+        if not (is_leaf or word == "shared" or (is_list and word == "list")):
+            for key, child in children(value) or ():
+                yield from self._lengths(child, (*path, key), in_list or (is_list and bool(path)))

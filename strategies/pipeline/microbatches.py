@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ..batch.exact.loss_reader import Part
 from ..batch.log_recorder import LogRecorder
-from ..batch.meeting import InTurn, seated
+from ..batch.meeting import Seat, seated
 from ..core.devices import is_accelerator
 from ..core.executor import Piece, ThreadState, Turns, reraised
 from ..core.module_checks import is_metric
@@ -142,7 +142,7 @@ class MicroBatches:
 
     def _forward(self, number: int, call: Callable[[], Any], gradients: EarlyGradients) -> Any:
         is_first = not (number or self._state.is_known)
-        with seated(InTurn(number)):
+        with seated(Seat(number)):
             output = self.logs.run(number, partial(self._state.watch, call) if is_first else call)
         output = gradients.take(number, output)
         if is_first:

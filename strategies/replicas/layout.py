@@ -220,14 +220,17 @@ class ReplicaLayout(PartsLayout):
 
     def _run_submodule(self, inputs: BatchStructure, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute a submodule's outputs for the whole batch, on the root device, where the rest of the module runs."""
-        num = inputs.num_samples((args, kwargs))
+        given = dict(enumerate(args)) | kwargs
+        num = inputs.num_samples(given)
         if not num:
             raise ConfigError(
                 f"{self.strategy}: the inputs of submodule={self.options.submodule} hold no tensor with a "
                 "dimension, so they can't be split. Choose a submodule that takes the batch."
             )
         results, sizes = self.structures.of_results("submodule"), self.sizes(num)
-        outputs = self._run("forward", inputs.split((args, kwargs), sizes), sizes, values=Values())
+        chunks = inputs.split(given, sizes)
+        arguments = [([own[i] for i in range(len(args))], {name: own[name] for name in kwargs}) for own in chunks]
+        outputs = self._run("forward", arguments, sizes, values=Values())
         self.logs.replay(sizes)
         return results.join(outputs, sizes, self.devices[0])
 
@@ -261,7 +264,7 @@ class ReplicaLayout(PartsLayout):
         is_evaluated, of_replicas = method in ("validation_step", "test_step"), self.structures.lists.of_replicas
         lists = of_replicas(self.logs.modules, used, own) if is_evaluated else nullcontext()
         recording = self.logs.recording(values or self.reader.values, method, sizes, loader)
-        meeting = Meeting(pieces, own)
+        meeting = Meeting(pieces)
         with recording, lists, meeting:
             outputs = self._executor.run(meeting.pieces, self._meets.get(method, True), meeting.state)
         self.has_met = meeting.has_met

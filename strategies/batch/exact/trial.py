@@ -172,9 +172,7 @@ class _Parts(Meeting):
 
     def __init__(self, trial: Trial, batches: Sequence[Batch], sizes: Sequence[int], state: ModuleState) -> None:
         pieces = zip(sizes, batches, strict=True)
-        super().__init__(
-            [Piece(trial.device, f"{num} samples", partial(self._step, one)) for num, one in pieces], sizes
-        )
+        super().__init__([Piece(trial.device, f"{num} samples", partial(self._step, one)) for num, one in pieces])
         self._trial, self._state = trial, state
         self.found = [Ran(num) for num in sizes]
         self._names = {part: name for name, part in trial.module.named_modules()}

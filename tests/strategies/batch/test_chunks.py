@@ -138,10 +138,10 @@ def test_the_convention_says_what_is_cut(name: str) -> None:
 @pytest.mark.parametrize("images", [2, 4])
 def test_a_loaders_batch_size_tells_samples_in_lists_from_rows(images: int) -> None:
     """The samples of a stream that all had 3 rows were cut inside, in a loader with batch_size=2."""
-    structure = BatchStructure(loaders=[SimpleNamespace(batch_size=images)])
+    structure = BatchStructure(size=images)
     chunks = structure.split(tuple(tuple(ones(*[shape] * images)) for shape in ((3,), (), (3, 4))), [1, images - 1])
     assert [shapes(chunk[0]) for chunk in chunks] == [[(3,)], [(3,)] * (images - 1)]
-    views = BatchStructure(loaders=[SimpleNamespace(batch_size=4)]).split({"views": ones((4,), (4,))}, [1, 3])
+    views = BatchStructure(size=4).split({"views": ones((4,), (4,))}, [1, 3])
     assert shapes(views) == [{"views": [(1,), (1,)]}, {"views": [(3,), (3,)]}]  # rows, not samples in a list
 
 

