@@ -40,9 +40,7 @@ class Client:
     def __init__(self, port: int, rank: int, num_ranks: int) -> None:
         timeout = timedelta(seconds=TIMEOUT_S)
         self.store = PrefixStore("run", TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False))
-        self.heartbeat = HeartbeatMonitor(
-            self.store, rank, num_ranks, StopAgreement(rank, num_ranks, self.store), TIMEOUT_S
-        )
+        self.heartbeat = HeartbeatMonitor(StopAgreement(rank, num_ranks, self.store, TIMEOUT_S))
         self._rank, self._num_ranks = rank, num_ranks
 
     def meet(self, place: str) -> None:

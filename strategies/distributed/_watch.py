@@ -59,9 +59,8 @@ def heartbeats(store: Store, num_ranks: int) -> list[Heartbeat]:
 
 
 class StopAgreement:
-    """Agrees with the other ranks on the step to stop at: `armed` says that one was asked to, `is_ending` that one has
-    wished to end where others went on, `stopped_by` by which signal all stop. `num_passed` counts the places that this
-    rank has passed at which a loop could end.
+    """Agrees with the other ranks on the step to stop at, for a `signal`, by which all are `stopped_by` then, or where
+    a rank wishes to end; `is_ending`: while others went on. `num_passed` counts the places at which a loop could end.
     """
 
     def __init__(
@@ -69,23 +68,18 @@ class StopAgreement:
     ) -> None:
         self.rank, self.num_ranks, self.store, self.timeout_s = rank, num_ranks, store, timeout_s
         self._devices = [device for device in devices if is_accelerator(device)]  # their host may run steps ahead
-        self.armed = self.is_ending = False
-        self.signal: int | None = None
+        self.is_ending = False
+        self.signal: int | None = None  # set by signal handlers, and the thread that listens
         self.stopped_by: int | None = None
         self._stops_at: dict[str, int] = {}
         self.num_passed = 0
-
-    def request(self, signum: int) -> None:
-        """Ask all ranks to stop. Safe to call from a signal handler: it only sets attributes."""
-        self.signal = signum
-        self.armed = True
 
     def listen(self, store: Store) -> None:
         """Publish this rank's request, or read those of others; called regularly by a thread."""
         if self.signal is not None:
             store.set(_REQUEST, str(self.signal))
         elif store.check([_REQUEST]):
-            self.request(int(store.get(_REQUEST)))
+            self.signal = int(store.get(_REQUEST))
         self.is_ending = self.is_ending or store.check([_ENDING])
 
     def ends(self, wished: bool, step: int, at_once: bool = False) -> bool:
@@ -106,20 +100,17 @@ class StopAgreement:
 
     def _all_wish(self) -> bool:
         """Wish to end at the place to come, and wait until each rank has wished it there, or has passed the place."""
-        store, here, ranks = self.store, self.num_passed + 1, range(self.num_ranks)
-        store.set(f"wish/{self.rank}", str(here))
-
-        def wishes(rank: int) -> bool:
-            key = f"wish/{rank}"
-            return store.check([key]) and int(store.get(key)) == here
+        store, here = self.store, self.num_passed + 1
+        keys = [f"wish/{here}/{rank}" for rank in range(self.num_ranks)]
+        store.set(keys[self.rank], "")
 
         def missing() -> list[int]:
             beats = heartbeats(store, self.num_ranks)
-            return [rank for rank in ranks if not wishes(rank) and beats[rank].passed < here]
+            return [rank for rank, key in enumerate(keys) if not store.check([key]) and beats[rank].passed < here]
 
         if not poll(lambda: not missing(), self.timeout_s):
             self._refuse("is to end training (trainer.should_stop)", missing())
-        return all(map(wishes, ranks))
+        return store.check(keys)
 
     def _refuse(self, what: str, missing: Sequence[int]) -> NoReturn:
         late = ", ".join(map(str, missing))
@@ -127,9 +118,9 @@ class StopAgreement:
 
     def agreed(self, received: bool, step: int, stretch: str = TRAINING) -> bool:
         """Whether to stop now, as `due`, if any rank was asked to, this one if `received`; before every micro-batch."""
-        if received and not self.armed:
-            self.request(signal.SIGTERM)
-        stops = self.armed and self.due(step, stretch)
+        if received and self.signal is None:
+            self.signal = signal.SIGTERM
+        stops = self.signal is not None and self.due(step, stretch)
         self.stopped_by = self.signal if stops else None
         return stops
 
@@ -157,7 +148,7 @@ class StopAgreement:
             return False
 
         def arm() -> None:
-            if self.armed:  # the others wait for this rank to be armed
+            if self.signal is not None:  # the others wait for this rank to be armed
                 self.due(num_batches, stretch)
 
         place, value = f"stop/{stretch}/ended", str(int(stops and not ended))
@@ -173,10 +164,10 @@ class HeartbeatMonitor:
     optimizer steps it has finished, and calls that ranks make in one order.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, stopping: StopAgreement, timeout_s: float) -> None:
-        self.store: Any = store  # of which each thread has a connection of its own, as requests on one wait
-        self.rank, self.num_ranks, self.timeout_s, self.stopping = rank, num_ranks, timeout_s, stopping
-        self.beat_s = max(BEAT_S, num_ranks / BEATS_PER_S)
+    def __init__(self, stopping: StopAgreement) -> None:
+        self.stopping, self.rank, self.num_ranks = stopping, stopping.rank, stopping.num_ranks
+        self.store: Any = stopping.store  # of which each thread has a connection of its own, as requests on one wait
+        self.beat_s = max(BEAT_S, self.num_ranks / BEATS_PER_S)
         self.beat = Heartbeat()
         self.count_steps: Callable[[], int] = lambda: 0
         self.count_calls: Callable[[], int] = lambda: 0
@@ -196,7 +187,7 @@ class HeartbeatMonitor:
 
     def _run(self, store: Store) -> None:
         try:
-            num_here, stuck = 0, int(_STUCK * self.timeout_s / self.beat_s)
+            num_here, stuck = 0, int(_STUCK * self.stopping.timeout_s / self.beat_s)
             while not self._ended.wait(self.beat_s):
                 self.stopping.listen(store)
                 if not RANK_FAILED.is_set() and store.check([_FAILED]):

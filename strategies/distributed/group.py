@@ -70,10 +70,11 @@ class RankGroup:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             raise RankError(
                 f"{ranks} did not join within {self.timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). "
-                "See the output of that process; if it only needs more time to start, raise strategy.timeout_s."
+                "See the output of that process, raise strategy.timeout_s if it only needs more time to start, or, if "
+                "nobody was to start it, unset LOCAL_RANK and SLURM_NTASKS (use srun in a job of SLURM)."
             )
         self.stopping = StopAgreement(rank, num_ranks, self._store, self.timeout_s, self.devices)
-        self.heartbeat = HeartbeatMonitor(self._store, rank, num_ranks, self.stopping, self.timeout_s)
+        self.heartbeat = HeartbeatMonitor(self.stopping)
         self.heartbeat.start()
 
     def _form(self, environment: ClusterEnvironment, backend: str, name: str, store: Store) -> None:
@@ -102,8 +103,7 @@ class RankGroup:
         self._join(environment, name)
         assert self.heartbeat is not None
         self.heartbeat.count_steps = heartbeat.count_steps
-        if before.signal is not None:
-            self.stopping.request(before.signal)
+        self.stopping.signal = before.signal
         # a connection of its own, on which nobody else waits behind a thread that is left alone
         self._form(environment, backend, name, another_connection(self._root_store))
 
@@ -128,7 +128,7 @@ class RankGroup:
             return  # it is ending, and its error says why; others may have been told so by now, and sent the signal
         if self.heartbeat is None or self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             raise SIGTERMException
-        self.stopping.request(signum)
+        self.stopping.signal = signum
 
     @property
     def stop_signal(self) -> int | None:
@@ -193,8 +193,7 @@ class RankGroup:
         if self.heartbeat is not None:
             if not self.failed:
                 self.wait("the end of the run")  # a rank that hangs after the last collective is named
-            if self.stopping.armed:
-                self.stopping.stopped_by = self.stopping.signal  # even if no step was left to stop at
+            self.stopping.stopped_by = self.stopping.signal  # even if no step was left to stop at
             self.heartbeat.end()
             self.heartbeat = None
         if self._side is not None:

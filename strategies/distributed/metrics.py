@@ -15,7 +15,7 @@ import torch
 from lightning_fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, PearsonCorrCoef, SumMetric
+from torchmetrics import MeanMetric, Metric, SumMetric
 from torchmetrics.aggregation import BaseAggregator
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -97,12 +97,6 @@ def merged_states(metric: Metric, ranks: Sequence[MetricStates], joins: bool = T
             )
         else:
             merged[name] = torch.stack(values) if reduction is None else reduction(torch.stack(values))
-    if isinstance(metric, PearsonCorrCoef):  # torchmetrics' deviations, from a rank's mean, are 0 of equal values
-        num = merged["n_total"]
-        for axis in "xy":
-            means, own = merged[f"mean_{axis}"], merged[f"max_abs_dev_{axis}"]
-            offsets = (means - (num * means).sum(0) / num.sum(0).clamp_min(1)).abs()
-            merged[f"max_abs_dev_{axis}"] = torch.where(num > 0, own + offsets, own)
     return merged
 
 

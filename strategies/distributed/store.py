@@ -17,7 +17,6 @@ from typing import Any
 from lightning_fabric.plugins.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
-    LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
@@ -32,7 +31,6 @@ PEER_LOST = threading.Event()
 """Set in the other ranks once one has died without which they can go on; every wait for it ends."""
 
 _KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # which its PyTorchJob sets in each pod, for a process
-_BATCH_STEP = str(0xFFFFFFFB)  # SLURM's name of the step of a batch script itself
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 LEAVE_S = 3.0  # that the store's host waits at exit for the others to leave
 POLL_S = (0.0005, 0.02)  # shortest and longest pause between two looks at the store; it grows while nothing changes
@@ -56,27 +54,6 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
             f"Give a multiple of {devices_per_process} devices, or another number of devices per process."
         )
     return num_devices // devices_per_process
-
-
-def verify_started(environment: ClusterEnvironment) -> None:
-    """Refuse to wait for ranks that nobody has started, as variables left in a shell or a job would have it."""
-    num_ranks = environment.world_size()
-    if num_ranks == 1:
-        return
-    if os.environ.get("EVENER_SECRET"):
-        raise ConfigError("EVENER_SECRET is set, but ranks no longer sign what they write. Unset it.")
-    by_hand = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" in os.environ
-    if by_hand and not all(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")):
-        raise ConfigError(
-            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set, so this process is taken for one of {num_ranks} that were "
-            "started elsewhere, but MASTER_ADDR and MASTER_PORT are not. Unset LOCAL_RANK, or start with torchrun."
-        )
-    steps = {os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")}
-    if isinstance(environment, SLURMEnvironment) and steps <= {"", _BATCH_STEP}:
-        raise ConfigError(
-            f"SLURM_NTASKS={num_ranks} is set, but srun has not started this process, so the other tasks never join. "
-            "Start it with srun; to run on this machine alone, unset SLURM_NTASKS."
-        )
 
 
 @dataclass
@@ -112,7 +89,6 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
     """Open the store of this process, once; rank 0 hosts it, unless the launcher does so that it outlives restarts."""
     global _own
     if _own is None:
-        verify_started(environment)
         rank, (host, port) = environment.global_rank(), (environment.main_address, environment.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         by_agent, limit = is_hosted_by_agent(), timedelta(seconds=timeout_s)

@@ -22,7 +22,7 @@ from ..batch.meeting import SimulatedRanks
 from ..core.errors import ConfigError
 from ..core.loop_contract import StepContract
 from ..core.patching import replaced
-from ..distributed.same_weights import verify_same_layout
+from ..distributed.objects import verify_same_layout
 from ..distributed.wrapper import name_unused_parameters
 
 if TYPE_CHECKING:

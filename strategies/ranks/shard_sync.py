@@ -22,8 +22,7 @@ from typing_extensions import override
 from ..core.errors import ConfigError
 from ..core.module_checks import callbacks_of, verify_unscripted
 from ..core.patching import Replacement, replaced
-from ..distributed.objects import reduce_tensor
-from ..distributed.same_weights import broadcast_weights
+from ..distributed.objects import broadcast_weights, reduce_tensor
 from ..pipeline.plan import find_parts
 from ..sharding.parts import CallOrder, Shard, ShardOptions, automatic_parts, named_parts
 from ..sharding.shard_calls import LateParameters, ShardCalls, verify_plain

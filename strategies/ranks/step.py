@@ -33,8 +33,7 @@ from ..core.patching import Kept, copied, kept_metrics, replaced
 from ..core.types import Batch
 from ..data.loaders import RankShares
 from ..distributed.metrics import Part, RunMetrics
-from ..distributed.objects import gather_objects, gather_unequal
-from ..distributed.same_weights import Agreement
+from ..distributed.objects import Agreement, gather_objects, gather_unequal
 from ..distributed.wrapper import SyncedBatchNorm
 
 if TYPE_CHECKING:

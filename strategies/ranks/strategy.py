@@ -35,8 +35,7 @@ from ..core.rng import seed_rank
 from ..core.types import Batch
 from ..data.loaders import BatchSizeIs, LoaderRole, RankLoaders, merge_predictions
 from ..distributed.group import RankGroup
-from ..distributed.objects import backend_for, broadcast_object, gather_objects, reduce_tensor
-from ..distributed.same_weights import give_same_weights
+from ..distributed.objects import backend_for, broadcast_object, gather_objects, give_same_weights, reduce_tensor
 from ..distributed.script_launcher import ScriptLauncher, StartMethod
 from ..distributed.store import kubeflow, num_processes
 from ..distributed.survivors import Regrouped

@@ -15,8 +15,7 @@ from ...strategies.batch.exact.programs import Programs
 from ...strategies.batch.exact.verdict import Values, combined
 from ...strategies.core.devices import precise_dtype
 from ...strategies.core.module_checks import metrics_of
-from ...strategies.distributed.objects import gather_objects, gather_rows
-from ...strategies.distributed.same_weights import trained
+from ...strategies.distributed.objects import gather_objects, gather_rows, trained
 from .results import LeanResults, Logged, step_of
 from .series import START, Entry, Series, columns, combine
 

@@ -130,7 +130,8 @@ class LeanTrainingEpochLoop(_TrainingEpochLoop):
         trainer, progress = self.trainer, self.batch_progress
         batch_idx = progress.current.ready
         # before the first batch of an epoch a run can't be resumed exactly
-        if batch_idx and ((self._stop is not None and self._stop.armed) or trainer._signal_connector.received_sigterm):
+        asked = self._stop is not None and self._stop.signal is not None
+        if batch_idx and (asked or trainer._signal_connector.received_sigterm):
             trainer.fit_loop.stop_at("between_batches")
         step = self._step_of(data_fetcher, batch_idx)
         if step is None:

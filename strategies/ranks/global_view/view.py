@@ -17,8 +17,7 @@ from ...batch.meeting import Alone, simulating
 from ...core.devices import is_accelerator
 from ...core.rng import random_state, set_random_state
 from ...core.types import Batch
-from ...distributed.objects import broadcast_object
-from ...distributed.same_weights import verify_same_layout
+from ...distributed.objects import broadcast_object, verify_same_layout
 from ...sharding.whole import broadcast_together
 from ..gradient_sync import GradientSync
 from ..shard_sync import ShardSync

@@ -36,11 +36,11 @@ def run_in_lockstep(asked: int, asked_at: int, heard_at: tuple[int, ...]) -> lis
         for number, rank in enumerate(ranks):
             if stopped[number] >= 0:
                 continue
-            if number == asked and step >= asked_at and not rank.armed:
-                rank.request(15)
+            if number == asked and step >= asked_at:
+                rank.signal = 15
             if step >= heard_at[number]:
                 rank.listen(store)
-            if rank.armed and rank.due(step):
+            if rank.signal is not None and rank.due(step):
                 stopped[number] = step
     return stopped
 
@@ -60,7 +60,6 @@ def test_a_rank_synchronizes_its_devices_before_it_counts_as_armed(monkeypatch: 
         lambda device: seen.update({str(device): store.check(["stop/training/armed/0"])}),
     )  # fmt: skip
     rank = StopAgreement(0, 2, store, devices=[torch.device(name) for name in ("cuda:0", "cpu", "cuda:1")])
-    rank.request(15)
     rank.due(3)
     assert seen == {"cuda:0": False, "cuda:1": False}
     assert store.check(["stop/training/armed/0"])
@@ -80,7 +79,7 @@ class LocalStore(HashStore):
 
 
 def monitor(store: Any, rank: int, timeout_s: float = 1000.0) -> HeartbeatMonitor:
-    return HeartbeatMonitor(store, rank, 2, StopAgreement(rank, 2, store), timeout_s)
+    return HeartbeatMonitor(StopAgreement(rank, 2, store, timeout_s))
 
 
 def pass_beats(one: HeartbeatMonitor, num: int) -> None:
