@@ -156,10 +156,6 @@ class Layout(Protocol):
         """Learn that the optimizer has stepped; returns whether parameters have moved to other devices."""
         return False
 
-    def describe(self) -> str:
-        """Draw what each device holds, as text; empty if there is nothing to draw."""
-        return ""
-
     def close(self) -> None:
         """End the run: stop threads, remove hooks. The module keeps its state."""
 

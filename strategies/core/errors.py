@@ -44,10 +44,3 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def did_you_mean(name: str, known: Iterable[str], before: str = "") -> str:
     """` Did you mean <before><name>?`, to be put behind a sentence; empty if no known name is like the given one."""
     return f" Did you mean {before}{found}?" if (found := nearest(name, known)) else ""
-
-
-def draw_table(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of cells in columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)

@@ -163,10 +163,6 @@ class StageLayout(PartsLayout):
         self._microbatches = MicroBatches(self.stages, self.module, self.strategy)
 
     @override
-    def describe(self) -> str:
-        return "\n".join(f"stage {stage}: {line}" for stage, line in enumerate(self.stages.lines()))
-
-    @override
     def close(self) -> None:
         if self._microbatches is not None:
             self._microbatches.close()

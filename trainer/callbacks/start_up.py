@@ -9,11 +9,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from ...strategies.core.devices import device_model
-from ...strategies.core.errors import draw_table
 from ...strategies.pipeline.layout import StageLayout
 from ...strategies.registry import layout_of, name_of, process_devices, processes_of, ranks_of
 from ...strategies.replicas.layout import ReplicaLayout
@@ -22,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class StartUp(pl.Callback):
-    """Log the facts of a run when training starts, and show the partition plan in TensorBoard's TEXT tab."""
+    """Log the facts of a run when training starts."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = run_dir
@@ -46,10 +44,6 @@ class StartUp(pl.Callback):
             "run directory": self.run_dir,
         }
         log.info("\n%s", "\n".join(f"  {label:<13}  {value}" for label, value in rows.items() if value))
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                lines = _partition_plan(trainer, devices).splitlines()
-                logger.experiment.add_text("partition", "\n".join(f"    {line}" for line in lines))
 
 
 class EpochLines(pl.Callback):
@@ -127,17 +121,6 @@ def _all_devices(trainer: pl.Trainer) -> list[str]:
         own = [torch.device(device.type) for device in own] * num
     models = map(device_model, own)
     return [str(d) if model == d.type else f"{d} ({model})" for d, model in zip(own, models, strict=True)]
-
-
-def _partition_plan(trainer: pl.Trainer, devices: list[str]) -> str:
-    """Draw what each device does: the stages of the module, or the device's chunk of the batch."""
-    layout, (sizes, _) = layout_of(trainer.strategy), global_sizes(trainer)
-    drawn = "" if layout is None else layout.describe()
-    if not drawn:
-        parts = [f"{size:,}" for size in sizes] if len(sizes) == len(devices) else [""] * len(devices)
-        rows = zip(map(str, range(len(devices))), devices, parts, strict=True)
-        drawn = draw_table([("device", "", "samples"), *rows])
-    return (f"global batch {batch_line(trainer)}\n\n" if sizes else "\n") + drawn
 
 
 def global_sizes(trainer: pl.Trainer) -> tuple[list[int], str]:

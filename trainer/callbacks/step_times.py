@@ -128,7 +128,7 @@ class RunSummary(pl.Callback):
 class DeviceMonitor(pl.Callback):
     """Log memory, batch share and time of every device of every process after each training epoch.
 
-    Devices are numbered over all processes (`partition` in TensorBoard's TEXT tab lists them).
+    Devices are numbered over all processes.
 
     - `device/peak_memory_mib_<i>`: on accelerators the memory of tensors (`torch.cuda.max_memory_allocated`), on the
       CPU the process's largest resident size, the same for all devices of a process.

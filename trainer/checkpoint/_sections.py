@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS
@@ -262,6 +261,6 @@ class _Before:
 
 
 def _counters(value: Any) -> list[Any]:
-    if not isinstance(value, _BaseProgress) and not is_dataclass(value):
+    if not is_dataclass(value):
         return []
     return [value, *(one for part in vars(value).values() for one in _counters(part))]
