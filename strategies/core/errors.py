@@ -1,6 +1,6 @@
-"""The exception raised for user errors, names that others may have meant, and tables of plain text."""
+"""The exception raised for user errors, and names that others may have meant."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 

@@ -1,11 +1,8 @@
 """Save and restore the position of a loader within an epoch, so that a run resumes at the next sample.
 
-The samples of an epoch depend on the order in which the sampler yields indices, the number of batches taken, and the
-random numbers of augmentation. The order is reproduced from the random state in which the sampler started; batches
-already taken are skipped without loading them (an `IterableDataset` must be read again). In workers every sample is
-loaded with its own seed, derived from the epoch's seed and the sample's place in the order of the epoch, so that what
-is drawn depends neither on the number of workers nor on the number of ranks. A stream's batches have seeds of their
-own, derived from the epoch's seed, the rank and the batch's index.
+The order is reproduced from the random state in which the sampler started. In workers every sample has its own seed,
+derived from the epoch's and the sample's place in the epoch, so that what is drawn depends neither on the number of
+workers nor of ranks; a stream's batches have seeds of their own, derived from the epoch's, the rank and their index.
 """
 
 import copy
@@ -40,7 +37,7 @@ from ...strategies.distributed.processes import ASK_TO_STOP, die_with_starter, f
 from .file_io import CheckpointError
 
 _NEXT = _BaseDataLoaderIter.__next__
-_POSITION = {"position", "seed", "start", "generators"}
+POSITION = {"position", "seed", "start", "generators"}
 
 
 def make_resumable(loader: Any, rank: int) -> Any:
@@ -55,16 +52,10 @@ def make_resumable(loader: Any, rank: int) -> Any:
         # if all ranks read the same stream, as one device does, its workers have the same seeds, too
         if isinstance(loader.loader, DataLoader):
             loader.loader = make_resumable(loader.loader, 0 if isinstance(loader, Divided) else rank)
-        return Resumable(loader, rank)
-    if hasattr(loader, "state_dict"):
+    elif hasattr(loader, "state_dict"):
         ends_unknown = isinstance(loader, DataLoader) and sized_len(loader) is None
         return ReadAhead(loader) if ends_unknown and not isinstance(loader, ReadAhead) else loader
     return Resumable(loader, rank)
-
-
-def begun_anew(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The states of loaders at the end of an epoch, without the position of those that have ours."""
-    return [{**own, "position": 0, "start": None} if own.keys() >= _POSITION else own for own in states]
 
 
 def stateful(combined: CombinedLoader) -> list[Any]:
@@ -82,7 +73,7 @@ def restore_generators(combined: CombinedLoader, states: Sequence[dict[str, Any]
 def verify_states(loaders: Sequence[Any], states: Sequence[Any]) -> None:
     """Refuse states, one per loader that has one, that other loaders have saved."""
     for loader, state in zip(loaders, states, strict=False):  # Lightning compares their number
-        if isinstance(loader, Resumable) != _POSITION.issubset(state):
+        if isinstance(loader, Resumable) != POSITION.issubset(state):
             raise CheckpointError(
                 f"The checkpoint can't tell a {loader.__class__.__name__} where it was, since the run that wrote it "
                 "read its samples another way. Resume with that run's strategy and strategy.batch_size_is, or from a "

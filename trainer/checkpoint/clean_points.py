@@ -31,7 +31,7 @@ from ..loggers import journal
 from . import _position
 from ._callback import Checkpoint
 from ._hparams import EXACT, KINDS
-from ._loader_state import Resumable, begun_anew, make_resumable, restore_generators, stateful, verify_states
+from ._loader_state import POSITION, Resumable, make_resumable, restore_generators, stateful, verify_states
 from ._position import Place, Position, counts_global_batches
 from ._sections import Sections
 from .checkpoint_io import HostMemory
@@ -219,8 +219,10 @@ class ResumingFitLoop(_FitLoop):
         super().load_state_dict(state_dict, prefix)
         self.resumed = self.resumed.for_rank(self.trainer)
         if self.resumed.own is not None:
-            states, ended = self.resumed.own["loaders"], self.resumed.point == "after_epoch"
-            self._combined_loader_states_to_load = begun_anew(states) if ended else states
+            states = self.resumed.own["loaders"]
+            if self.resumed.point == "after_epoch":  # of those that have ours the position is that of the next epoch
+                states = [{**own, "position": 0, "start": None} if own.keys() >= POSITION else own for own in states]
+            self._combined_loader_states_to_load = states
         if self._combined_loader_states_to_load and self._combined_loader is not None:
             self._combined_loader = None  # a strategy that has looked at samples in its setup began to read
         if self.resumed.point == "after_epoch":  # Lightning considers a run bounded by steps unfinished.

@@ -1,4 +1,4 @@
-"""Checkpoints: names, which files are kept, and finding the newest."""
+"""Checkpoints: names, which files are kept, none with nan as the best, and finding the newest."""
 
 import os
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from tiny import Scored, quiet
+from torch import nan
 from torch.utils.data import DataLoader, TensorDataset
 
 from evener.strategies import ConfigError
@@ -30,34 +31,56 @@ def step_of(path: Path | str) -> int:
 
 
 BARE = {"state_dict": {}, "pytorch-lightning_version": "2"}
-BEST_2 = ["epoch001-step000004.ckpt", "epoch003-step000008.ckpt", "last.ckpt"]
-POLICIES: dict[str, tuple[list[float], dict[str, Any], list[str]]] = {
-    "the best by score": ([0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2}, BEST_2),
+BEST_2 = ["epoch001-step000004", "epoch003-step000008"]
+
+
+class Damaged(Scored):
+    """From an epoch on its steps leave nan in the weights."""
+
+    def __init__(self, scores: list[float], damaged_from: int) -> None:
+        super().__init__(scores)
+        self.damaged_from = damaged_from
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (nan if self.current_epoch >= self.damaged_from else 1.0)
+
+
+RANKED = {"monitor": "val/loss", "filename": "{epoch}"}
+POLICIES: dict[str, tuple[Scored, dict[str, Any], list[str]]] = {
+    "the best by score": (Scored([0.5, 0.2, 0.9, 0.4]), {"monitor": "val/loss", "save_top_k": 2}, BEST_2),
     "in the background": (
-        [0.5, 0.2, 0.9, 0.4], {"monitor": "val/loss", "save_top_k": 2, "async": True, "on_error": "raise"}, BEST_2
+        Scored([0.5, 0.2, 0.9, 0.4]),
+        {"monitor": "val/loss", "save_top_k": 2, "async": True, "on_error": "raise"}, BEST_2,
     ),
     "steps are counted over epochs": (
-        [0.0] * 3, {"every_n_steps": 3, "save_top_k": -1},
-        ["epoch001-step000003.ckpt", "epoch002-step000006.ckpt", "last.ckpt"],
+        Scored([0.0] * 3), {"every_n_steps": 3, "save_top_k": -1}, ["epoch002-step000006", "epoch001-step000003"]
     ),
     # names are valid overrides, and a metric with a slash makes no directory
-    "names with values": (
-        [0.5], {"monitor": "val/loss", "filename": "{epoch}-val={val/loss:.2f}"}, ["0-val_0.50.ckpt", "last.ckpt"]
-    ),
+    "names with values": (Scored([0.5]), {**RANKED, "filename": "{epoch}-val={val/loss:.2f}"}, ["0-val_0.50"]),
+    # a state with nan is never the best; Lightning takes a score that is nan for the worst number, the best of one
+    "a score is nan, max": (Scored([nan, 0.5, nan]), {**RANKED, "mode": "max", "save_top_k": 2}, ["1"]),
+    "every score is nan": (Scored([nan, nan]), RANKED, []),
+    # an accuracy stays a number: the arg max of nan is the first class
+    "weights are nan": (Damaged([0.3, 0.9, 0.9], 1), {**RANKED, "mode": "max", "save_top_k": 3}, ["0"]),
+    "weights are nan, without a score": (Damaged([0.0, 0.0, 0.0], 2), {"filename": "{epoch}"}, ["1"]),
+    "a score is nan, and all are kept": (Scored([nan, 0.5, nan]), {**RANKED, "save_top_k": -1}, ["1", "0", "2"]),
 }  # fmt: skip
+"""The module, the options, and the names of the files that are kept, the best one first."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_keeps_its_files(name: str, tmp_path: Path) -> None:
-    scores, options, kept = POLICIES[name]
+def test_a_policy_keeps_its_files(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module, options, kept = POLICIES[name]
     callback = Checkpoint(tmp_path, **options)
     assert callback._background is ("async" in options)
-    fit(Scored(scores), callback)
-    assert names(tmp_path) == kept
-    assert step_of(tmp_path / "last.ckpt") == 2 * len(scores)
-    if "monitor" in options:
-        assert callback.best_model_path == str(tmp_path / kept[0])
-    assert os.path.samefile(tmp_path / kept[-2], tmp_path / "last.ckpt"), "the last takes no room of its own"
+    fit(module, callback)
+    assert {path.stem for path in tmp_path.iterdir()} == {"last", *kept}
+    assert Path(callback.best_model_path).stem == (kept[0] if kept else "")
+    assert step_of(tmp_path / "last.ckpt") == 2 * len(module.scores)
+    for path in (tmp_path / f"{stem}.ckpt" for stem in kept):
+        is_last = step_of(path) == 2 * len(module.scores)
+        assert os.path.samefile(path, tmp_path / "last.ckpt") == is_last, "the last takes no room of its own"
+    assert caplog.text.count("val/loss is nan, so this state is not kept as one of the best") == (nan in module.scores)
 
 
 def test_a_metric_of_later_validations_is_waited_for_and_two_triggers_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import hashlib
 import os
 import pickle
 import random
@@ -10,6 +9,7 @@ import signal
 import socket
 import zlib
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,34 +54,22 @@ class Bomb:
         return os.system, (f"touch {self.marker}",)
 
 
-def save_forever(directory: Path, background: bool) -> None:
-    io = VerifiedCheckpointIO(background=background)
-    for step in range(1_000_000):
-        data = {"step": step, "weights": torch.full((20_000,), float(step))}
-        io.save_checkpoint(data, directory / f"{step % 3}.ckpt")
-        io.link_checkpoint(directory / f"{step % 3}.ckpt", directory / "last.ckpt")
-
-
-def kill_while_saving(directory: Path, background: bool, seed: int) -> int:
-    """Kill a process at a random instant of its saving; return the number of files it left."""
-    delay = random.Random(seed).uniform(0.02, 0.12)
-
-    def work() -> None:
-        signal.setitimer(signal.ITIMER_REAL, delay)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        save_forever(directory, background)
-
-    assert in_child(work) == -signal.SIGKILL
-    files = list(directory.glob("*.ckpt"))
-    for file in files:
-        state = read(file)
-        assert bool((state["weights"] == state["step"]).all())
-    return len(files)
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_process_killed_while_saving_leaves_only_whole_files(background: bool, tmp_path: Path) -> None:
-    assert sum(kill_while_saving(tmp_path, background, seed) for seed in range(12)) > 12
+    def save_until_killed(seed: int) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.02, 0.12))
+        io = VerifiedCheckpointIO(background=background)
+        for step in count():
+            data = {"step": step, "weights": torch.full((20_000,), float(step))}
+            io.save_checkpoint(data, tmp_path / f"{step % 3}.ckpt")
+            io.link_checkpoint(tmp_path / f"{step % 3}.ckpt", tmp_path / "last.ckpt")
+
+    for seed in range(12):
+        assert in_child(save_until_killed, seed) == -signal.SIGKILL
+        for file in tmp_path.glob("*.ckpt"):
+            state = read(file)
+            assert bool((state["weights"] == state["step"]).all())
     remove_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt", "2.ckpt", "last.ckpt"]
 
@@ -149,18 +137,17 @@ def test_a_full_disk_keeps_the_old_files(background: bool, tmp_path: Path, monke
     monkeypatch.setattr(file_io.shutil, "copyfile", no_room)
     io = VerifiedCheckpointIO(background)
 
-    def attempt(work: Any, *args: Any) -> None:
+    def replace(work: Any, *args: Any) -> None:
         work(*args)
         io.remove_checkpoint(old)  # it was to be replaced
         io.wait()
 
     for work, *args in (
-        (io.save_checkpoint, STATE, tmp_path / "new.ckpt"),
-        (io.save_checkpoint, STATE, old),
+        (io.save_checkpoint, STATE, tmp_path / "new.ckpt"), (io.save_checkpoint, STATE, old),
         (io.link_checkpoint, old, tmp_path / "last.ckpt"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=r"\.ckpt could not be written \(No space left on device\)"):
-            attempt(work, *args)
+            replace(work, *args)
     assert old.read_bytes() == before
     assert os.listdir(tmp_path) == ["old.ckpt"]
 
@@ -216,25 +203,14 @@ def test_a_given_checkpoint_io_is_kept_and_lightnings_options_are_refused_as_by_
     given = TorchCheckpointIO()
     assert quiet(plugins=[given]).strategy.checkpoint_io is given
     with pytest.raises(TypeError, match="storage_options"):
-        quiet().strategy.checkpoint_io.save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})
+        VerifiedCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={})
 
 
-def _written_by(kind: str, path: Path) -> None:
-    """The state in a file of this version's, of an earlier one's, with a digest behind the archive, or of torch's."""
-    if kind == "now":
-        write(STATE, path)
-        return
-    torch.save(STATE, path)
-    if kind == "earlier":
-        content = path.read_bytes()
-        path.write_bytes(content + hashlib.sha256(content).digest() + len(content).to_bytes(8, "little") + b"EVENERv1")
-
-
-@pytest.mark.parametrize("kind", ["now", "earlier", "torch"])
-def test_a_damaged_file_is_refused_or_reads_as_it_was(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [write, torch.save])
+def test_a_damaged_file_is_refused_or_reads_as_it_was(save: Any, tmp_path: Path) -> None:
     """Bits that nobody reads, such as the gaps between records, may change; torch notices no bit of a tensor."""
-    _written_by(kind, path := tmp_path / "a.ckpt")
-    content, dice, num_refused = path.read_bytes(), random.Random(kind), 0
+    save(STATE, path := tmp_path / "a.ckpt")
+    content, dice, num_refused = path.read_bytes(), random.Random(save.__name__), 0
     for _ in range(400):
         damaged = bytearray(content)
         damaged[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
@@ -276,12 +252,10 @@ def test_garbage_and_foreign_files_are_never_the_newest(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.ckpt")
     (tmp_path / "directory.ckpt").mkdir()
     assert find_newest(tmp_path) == tmp_path / "good.ckpt"
-    for name, told in {
-        "list": "contains a list, which is not a checkpoint",
-        "directory": "is incomplete.*directory",
-    }.items():
-        with pytest.raises(CheckpointError, match=rf"{name}\.ckpt {told}"):
-            read(tmp_path / f"{name}.ckpt")
+    with pytest.raises(CheckpointError, match=r"list\.ckpt contains a list, which is not a checkpoint"):
+        read(tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointError, match=r"directory\.ckpt is incomplete.*directory"):
+        read(tmp_path / "directory.ckpt")
 
 
 TENSORS = torch.arange(1000.0).numpy().tobytes()

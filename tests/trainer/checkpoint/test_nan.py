@@ -1,68 +1,17 @@
-"""A state that contains nan is never the best, and a run that ends with one says so."""
+"""A run whose weights end as nan, or that has trained nothing, says so."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from launching import configured
-from tiny import Scored, quiet
 from torch import nan
 
 from evener.strategies.core.module_checks import has_nan
 from evener.trainer import Result, train
-from evener.trainer.checkpoint import Checkpoint
 from evener.trainer.cli.train import run_job
 from evener.trainer.job.result import summary_rows
 from evener.trainer.study.sweep import Variant, best_of
-
-
-class Damaged(Scored):
-    """From an epoch on its steps leave nan in the weights."""
-
-    name = "val"
-
-    def __init__(self, scores: list[float], damaged_from: int = 99) -> None:
-        super().__init__(scores)
-        self.damaged_from = damaged_from
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * (nan if self.current_epoch >= self.damaged_from else 1.0)
-
-
-def fit(module: Damaged, folder: Path, **options: Any) -> Checkpoint:
-    """One step per epoch, for as many as there are scores."""
-    checkpoint = Checkpoint(folder, filename="epoch{epoch}", **options)
-    trainer = quiet(
-        max_epochs=len(module.scores), callbacks=[checkpoint], num_sanity_val_steps=0, limit_train_batches=1
-    )
-    trainer.fit(module)
-    return checkpoint
-
-
-CASES: dict[str, tuple[Damaged, dict[str, Any], list[str]]] = {
-    # Lightning takes a score that is nan for the worst number, which is the best of one
-    "a score, max": (Damaged([nan, 0.5, nan]), {"monitor": "val", "mode": "max", "save_top_k": 2}, ["epoch1"]),
-    "every score": (Damaged([nan, nan]), {"monitor": "val"}, []),
-    # an accuracy stays a number: the arg max of nan is the first class
-    "the weights": (Damaged([0.3, 0.9, 0.9], 1), {"monitor": "val", "mode": "max", "save_top_k": 3}, ["epoch0"]),
-    "the weights, without a score": (Damaged([0.0, 0.0, 0.0], 2), {}, ["epoch1"]),
-    "a score, and all are kept": (
-        Damaged([nan, 0.5, nan]), {"monitor": "val", "save_top_k": -1}, ["epoch1", "epoch0", "epoch2"]
-    ),
-}  # fmt: skip
-"""What is nan: the module, the policy, and the files that are kept, the best one first."""
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_state_with_nan_is_never_the_best(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module, options, kept = CASES[name]
-    checkpoint = fit(module, tmp_path, **options)
-    assert Path(checkpoint.best_model_path).stem == (kept[0] if kept else "")
-    assert {path.stem for path in tmp_path.glob("*.ckpt")} == {"last", *kept}
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == len(module.scores)
-    if name == "every score":
-        assert caplog.text.count("val is nan, so this state is not kept as one of the best") == 1
 
 
 def test_nan_is_found_in_weights_of_any_kind() -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from distributed import run_script
-from kinds import Kind, Small, plateau, train
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -19,18 +21,118 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
 )
 from tiny import Scored, quiet
-from torch.optim import lr_scheduler
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import Trainer
 from evener.trainer.checkpoint import Checkpoint
-from evener.trainer.checkpoint.checkpoint_io import VerifiedCheckpointIO
 from evener.trainer.checkpoint.file_io import CheckpointError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),  # it saves nothing
     pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric"),  # before the first validation
 ]
+
+
+NUM_BATCHES, NUM_EPOCHS = 5, 4
+
+
+@dataclass
+class Kind:
+    """What differs from a plain run."""
+
+    scheduler: Callable[[Any], dict[str, Any]] | None = None
+    callbacks: Callable[[], list[pl.Callback]] = list
+    trainer: dict[str, Any] = field(default_factory=dict)
+    num_val_loaders: int = 1
+    num_samples: int = 4 * NUM_BATCHES
+    two_optimizers: bool = False
+    norm: bool = True  # batch norm, or else dropout
+
+
+class Small(pl.LightningModule):
+    """Metrics of an epoch and of all epochs, random numbers or running statistics, and what its kind says."""
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layer = torch.nn.BatchNorm1d(3) if kind.norm else torch.nn.Dropout(0.5)
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(2, 3), layer).double()
+        self.head = torch.nn.Linear(3, 1).double()
+        self.squares, self.total = MeanMetric(), SumMetric()  # of an epoch, and of all
+        self.kind = kind
+        self.automatic_optimization = not kind.two_optimizers
+
+    def loss(self, batch: Any) -> Any:
+        return (self.head(self.backbone(batch)).squeeze() - batch.sum(1)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train/loss", loss, on_epoch=True)
+        squares = (39 * batch).round().square()  # whole numbers, whose sums are exact in any order
+        self.total.update(squares)
+        self.squares(squares)
+        self.log("train/squares", self.squares, on_step=False, on_epoch=True)
+        if not self.automatic_optimization:
+            optimizers, schedulers = self.optimizers(), self.lr_schedulers()
+            for optimizer in optimizers:  # type: ignore[union-attr]
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for one in [*optimizers, *schedulers]:  # type: ignore[union-attr, misc]
+                one.step()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log(f"val/{dataloader_idx or 'loss'}", self.loss(batch), add_dataloader_idx=False)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind.two_optimizers:
+            both = [SGD(part.parameters(), 0.05, 0.9) for part in (self.backbone, self.head)]
+            return both, [lr_scheduler.CosineAnnealingWarmRestarts(one, 3) for one in both]
+        optimizer = SGD([p for p in self.parameters() if p.requires_grad], 0.05, 0.9)
+        scheduler = {} if self.kind.scheduler is None else {"lr_scheduler": self.kind.scheduler(optimizer)}
+        return {"optimizer": optimizer, **scheduler}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples()[: self.kind.num_samples], 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(samples()[i:], 8) for i in range(self.kind.num_val_loaders)]
+
+
+def samples() -> Any:
+    return torch.linspace(-1, 1, 2 * 4 * NUM_BATCHES, dtype=torch.float64).reshape(-1, 2)
+
+
+def train(
+    kind: Kind, folder: Path, saver: pl.Callback | None = None, ckpt_path: Path | None = None,
+    save: Path | None = None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train, and save at the end if a file is given; weights, optimizers, schedulers and metrics then."""
+    pl.seed_everything(5, verbose=False)
+    module = Small(kind)
+    callbacks = [*kind.callbacks(), *([saver] if saver else [])]
+    given = {"default_root_dir": folder, "num_sanity_val_steps": 0, "max_epochs": NUM_EPOCHS, **kind.trainer, **options}
+    trainer = quiet(callbacks=callbacks, **given)
+    trainer.fit(module, ckpt_path=ckpt_path, weights_only=True)
+    if save is not None:
+        torch.rand(5)  # what a script draws between training and saving is not part of training
+        trainer.save_checkpoint(save)
+    ended = {
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "metrics": {**trainer.callback_metrics, "total": module.total.compute()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "weights": module.state_dict(),
+    }
+    return {"step": trainer.global_step, **apply_to_collection(ended, torch.Tensor, torch.Tensor.tolist)}
+
+
+def plateau(optimizer: Any, **options: Any) -> dict[str, Any]:
+    """A scheduler whose threshold is never reached: it counts every step, and acts at every other one."""
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=10.0)
+    return {"scheduler": scheduler, "monitor": "val/loss", **options}
 
 
 def restarts(optimizer: Any, **options: Any) -> dict[str, Any]:
@@ -64,6 +166,7 @@ KINDS = {
     "early stopping": Kind(plateau, lambda: [EarlyStopping("val/loss", min_delta=10.0, patience=2)]),
     "accumulation by epoch": Kind(plateau, lambda: [GradientAccumulationScheduler({1: 2, 2: 3})]),
 }
+DRAWS = Kind(plateau, norm=False)
 
 
 def verify_goes_on(kind: Kind, folder: Path, saver: pl.Callback) -> None:
@@ -102,26 +205,18 @@ WITHIN = Path(__file__).parent / "files" / "without_format.ckpt"
 """Of `KINDS["plateau"]` after step 12 of 20; written before checkpoints had a number of their format."""
 
 
-def changed(folder: Path, **changes: Any) -> Path:
-    """A copy of the checkpoint with other values."""
-    checkpoint = torch.load(WITHIN, weights_only=True)
-    checkpoint["exact_resume"] |= changes
-    VerifiedCheckpointIO().save_checkpoint(checkpoint, folder / "changed.ckpt")
-    return folder / "changed.ckpt"
-
-
-def test_a_run_goes_on_from_a_file_without_a_format_number(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_file_without_a_format_number_and_one_of_a_later_format_is_refused(tmp_path: Path) -> None:
     whole, resumed = (train(KINDS["plateau"], tmp_path, ckpt_path=path, max_epochs=3) for path in (None, WITHIN))
     assert resumed["schedulers"][0]["last_epoch"] == whole["schedulers"][0]["last_epoch"] == 3
     logged = [run["metrics"]["train/loss_epoch"] for run in (resumed, whole)]
     assert logged[0] == pytest.approx(logged[1]), "what the epoch had logged before, too"
     for name, values in whole["weights"].items():
         torch.testing.assert_close(torch.tensor(resumed["weights"][name]), torch.tensor(values), msg=name)
-
-
-def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    checkpoint = torch.load(WITHIN, weights_only=True)
+    checkpoint["exact_resume"]["format"] = 2
+    torch.save(checkpoint, tmp_path / "later.ckpt")
     with pytest.raises(CheckpointError, match="The checkpoint has format 2, and this version of evener reads up to 1"):
-        train(KINDS["plateau"], tmp_path, ckpt_path=changed(tmp_path, format=2))
+        train(KINDS["plateau"], tmp_path, ckpt_path=tmp_path / "later.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -134,30 +229,23 @@ def test_a_dataset_that_ends_before_the_checkpoint_is_refused(trainer: dict[str,
     assert torch.load(path, weights_only=True)["exact_resume"]["format"] == 1
     told = "The checkpoint was saved after batch 3 of an epoch, and the training loader has 2: its dataset or"
     with pytest.raises(ConfigError, match=told):
-        train(Kind(trainer=trainer), tmp_path, ckpt_path=path, num_samples=8)
+        train(Kind(trainer=trainer, num_samples=8), tmp_path, ckpt_path=path)
 
 
 # what is saved after training has ended goes on as if it had not, also if steps or time ran out within an epoch
 
-DRAWS = Kind(plateau, norm=False)
-ENDS = {
-    "draws": DRAWS,
-    "a schedule of accumulation": Kind(plateau, lambda: [GradientAccumulationScheduler({0: 2, 1: 3})], norm=False),
-    "two steps a batch": Kind(two_optimizers=True),  # so that an odd number of steps is exceeded
-}
-
 
 @pytest.mark.parametrize(
-    ("name", "steps"),
+    ("kind", "steps"),
     [
-        *(("draws", steps) for steps in (4, 5)),
-        ("a schedule of accumulation", 4),
-        ("two steps a batch", 3),
+        (DRAWS, 4), (DRAWS, 5),
+        (Kind(plateau, lambda: [GradientAccumulationScheduler({0: 2, 1: 3})], norm=False), 4),
+        (Kind(two_optimizers=True), 3),  # two steps a batch, so that an odd number of steps is exceeded
     ],
-)
-def test_save_checkpoint_after_max_steps_goes_on_exactly(name: str, steps: int, tmp_path: Path) -> None:
-    train(ENDS[name], tmp_path, max_steps=steps, save=(file := tmp_path / "own.ckpt"))
-    assert train(ENDS[name], tmp_path, ckpt_path=file) == train(ENDS[name], tmp_path)
+)  # fmt: skip
+def test_save_checkpoint_after_max_steps_goes_on_exactly(kind: Kind, steps: int, tmp_path: Path) -> None:
+    train(kind, tmp_path, max_steps=steps, save=(file := tmp_path / "own.ckpt"))
+    assert train(kind, tmp_path, ckpt_path=file) == train(kind, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
