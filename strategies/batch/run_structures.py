@@ -127,7 +127,7 @@ class FewSamples:
         loader: index of the one whose samples are taken, of loaders that are read one after the other.
         most: samples to read.
         repeats: read as many of a smaller dataset, too, some of them again.
-        share: gives all ranks the first one's batches of streams that each reads by itself, if all compute them.
+        alike: refuse streams that each rank reads by itself, since all compute the same samples.
 
     Attributes:
         num: samples of each loader that were read.
@@ -137,16 +137,15 @@ class FewSamples:
     """
 
     def __init__(
-        self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False,
-        share: Callable[[Any], Any] = lambda found: found,
-    ) -> None:  # fmt: skip
+        self, module: pl.LightningModule, loop: Any, loader: int, most: int, repeats: bool = False, alike: bool = False
+    ) -> None:
         self._module, self._loader = module, loader
         self._combined: Any = loop._combined_loader
         pairs = list[tuple[Any, Batch]]()
         for one in chosen_loaders(self._combined, loader):
             first = None if repeats else getattr(one, "first_batch", None)
             if hasattr(one, "first_batch") and not hasattr(one, "divide"):  # of each rank alone
-                first = share(first)
+                first = None if alike else first
                 if first is not None and one.structure.has_shared:
                     raise TypeError("a stream that each rank reads by itself")
             if first is None and (not isinstance(one, DataLoader) or isinstance(one.dataset, IterableDataset)):

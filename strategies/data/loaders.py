@@ -50,7 +50,7 @@ class RankLoaders:
     in_step: bool = False  # ranks without samples of an evaluated batch join its step with weight zero
     divides: list[Divide] = field(default_factory=list)
     joined: int = 1  # ranks that compute a global batch of which each reads all
-    is_whole: Callable[[LoaderRole, bool], bool | None] = lambda role, _: False if role == "evaluate" else None
+    is_whole: Callable[[LoaderRole], bool | None] = lambda role: False if role == "evaluate" else None
 
     def process(self, loader: Any, role: LoaderRole, managed: bool = True) -> Any:
         """Make the loader of this rank's batches from the user's, who divides the samples unless that is `managed`."""
@@ -72,7 +72,7 @@ class RankLoaders:
             return self._keyed(loader, role)
         deal = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         cut = self._divide(role) if self.batch_size_is == "global" else deal
-        is_whole = None if role == "predict" else partial(self.is_whole, role, role == "evaluate")
+        is_whole = partial(self.is_whole, role) if role == "evaluate" else None
         return self._cut(loader, cut, role == "train" or self.in_step, is_whole)
 
     def change_policy(self, policy: Policy, at: int) -> None:
@@ -125,7 +125,7 @@ class RankLoaders:
         joins = role == "train" or self.in_step  # a rank joins a step for which it has no samples
         if self.batch_size_is == "global":
             ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
-            is_whole = partial(self.is_whole, role, True)
+            is_whole = None if role == "train" else partial(self.is_whole, role)
             return Divided(loader, self.strategy, *ranks, is_whole, structure=self.structure_of(loader))
         if self.joined > 1:
             raise ConfigError(

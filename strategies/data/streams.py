@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from typing_extensions import override
 
 from ..batch.layout import tell_whole
 from ..batch.structure import BatchStructure, Path, walk
@@ -45,40 +44,13 @@ class Around:
 
 @dataclass(eq=False)
 class Stream(Around):
-    """A loader whose batches are divided as they are read; `first_batch` is the one looked at, until it is used."""
+    """A loader whose batches are divided as they are read; `first_batch` begins a pass, until it is used."""
 
     loader: Iterable[Batch]
     strategy: str
     passes: Passes = field(default_factory=Passes, init=False)
     structure: BatchStructure = field(default_factory=BatchStructure, kw_only=True)
     first_batch: Batch = field(default=None, init=False)
-    _batches: "_Ahead | None" = field(default=None, init=False)
-
-    def look_ahead(self) -> None:
-        """Read the next batch of a pass that has begun, before it is asked for."""
-        if self._batches is not None and self.first_batch is None:
-            self.first_batch = self._batches.look()
-
-    def _begin(self, batches: Iterator[Batch]) -> tuple["_Ahead", Pass]:
-        """Begin a pass, at once, as on one device."""
-        self._batches = _Ahead(batches)
-        return self._batches, self.passes.begin()
-
-
-@dataclass
-class _Ahead(Iterator[Batch]):
-    """An iterator of which the next element may be looked at; there it is None at the end."""
-
-    batches: Iterator[Batch]
-    seen: list[Batch] = field(default_factory=list[Batch])
-
-    def look(self) -> Batch:
-        self.seen = self.seen or list(islice(self.batches, 1))
-        return self.seen[0] if self.seen else None
-
-    @override
-    def __next__(self) -> Batch:
-        return self.seen.pop() if self.seen else next(self.batches)
 
 
 @dataclass(eq=False)
@@ -89,7 +61,7 @@ class Lockstep(Stream):
     sum_over_ranks: Callable[[Tensor], Work]
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._in_step(*self._begin(iter(self.loader)))
+        return self._in_step(iter(self.loader), self.passes.begin())  # at once, as on one device
 
     def _in_step(self, iterator: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         last = None
@@ -131,7 +103,7 @@ class Divided(Stream):
     _told: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._parts(*self._begin(in_one_order(self.loader, self.rank, self.agree)))
+        return self._parts(in_one_order(self.loader, self.rank, self.agree), self.passes.begin())
 
     def _parts(self, batches: Iterator[Batch], now: Pass) -> Iterator[Batch]:
         self.first_batch = first = next(batches, None)

@@ -9,14 +9,13 @@ ShardSync       a shard of every parameter    strategies/ranks/shard_sync.py
 WholeBatch      the whole module and batch    strategies/ranks/global_view
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..batch.meeting import SimulatedRanks
 from ..core.errors import ConfigError
@@ -45,7 +44,9 @@ class GradientSync:
 
     def __init__(self, strategy: "RankStrategy", hook: Callable[[], tuple[Any, Any]] | None = None) -> None:
         self._strategy, self._hook = strategy, hook
-        self._trained: ReducedParameters | None = None
+        self._reduced, self._frozen = list[tuple[str, nn.Parameter]](), list[nn.Parameter]()
+        """The parameters when the module was wrapped: those that were trained, in the wrapper's order, and others."""
+        self._num_optimized: list[int] = []
         self._recorded: nn.Module | None = None
         self._without_gradient: list[nn.Parameter] = []
         self._accumulated: list[tuple[nn.Parameter, Tensor]] | None = None
@@ -75,7 +76,9 @@ class GradientSync:
         if strategy.world_size == 1:  # there is nothing to average
             return
         verify_same_layout(strategy.module, strategy.strategy_name)
-        self._trained = ReducedParameters(module)
+        named = list(module.named_parameters())
+        self._reduced = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._frozen = [parameter for _, parameter in named if not parameter.requires_grad]
         wrap()
         wrapper = self._wrapper
         if self._hook is not None and wrapper is not None:
@@ -103,18 +106,36 @@ class GradientSync:
         return True
 
     def begin_batch(self) -> None:
-        """Learn that hooks of module and callbacks have seen the batch; they freeze and unfreeze layers."""
-        if self._trained is not None and self._trained.changed(self._strategy.optimizers):
+        """Learn that hooks of module and callbacks have seen the batch; they freeze, unfreeze and add layers."""
+        if self._wrapper is not None and self._has_changed():
             self.wrap_again()
             self._strategy.contract.agreement.begin(self._strategy.optimizers)
 
+    def _has_changed(self) -> bool:
+        """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
+        if any(map(_IS_TRAINED, self._frozen)) or not all(one.requires_grad for _, one in self._reduced):
+            return True
+        groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
+        before, self._num_optimized = self._num_optimized, list(map(len, groups))
+        if before == self._num_optimized:
+            return False
+        known = {id(one) for one in (*self._frozen, *(one for _, one in self._reduced))}
+        return any(id(parameter) not in known for group in groups for parameter in group)
+
     def train(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a training step."""
-        wrapper = self._strategy._model
-        if isinstance(wrapper, DistributedDataParallel):
-            return forward_through(wrapper, step, *args, **kwargs)
-        self.sync_buffers()
-        return step(*args, **kwargs)
+        wrapper = self._wrapper
+        if wrapper is None:
+            return step(*args, **kwargs)
+        args, kwargs = wrapper._pre_forward(*args, **kwargs)
+        if wrapper.mixed_precision is not None:
+            wrapper._root_copy_hook()  # a hook of the module's forward
+        with wrapper._inside_ddp_forward():  # in which the step may call the module itself
+            output = step(*args, **kwargs)
+        if self._strategy.module.automatic_optimization:
+            return wrapper._post_forward(output)
+        with replaced(wrapper, "require_backward_grad_sync", False):  # each `manual_backward` prepares a reduction
+            return wrapper._post_forward(output)
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """Run a step of evaluation."""
@@ -133,17 +154,17 @@ class GradientSync:
 
     def begin_backward(self, loss: Tensor) -> None:
         """Learn that a weighted loss goes backward; refuse parameters that `training_step` unfroze, too late for it."""
-        strategy, trained = self._strategy, self._trained
+        strategy = self._strategy
         if strategy.group.survivor is not None and strategy.trainer.accumulate_grad_batches > 1:
             self._accumulated = [(p, p.grad) for p in strategy.module.parameters() if p.grad is not None]
             for parameter, _ in self._accumulated:
                 parameter.grad = None
-        if trained is None:
+        if self._wrapper is None:
             return
         if not strategy.module.automatic_optimization:
             # frozen since the forward (`toggle_optimizer`): the wrapper will give them zeros
-            self._without_gradient = [p for _, p in trained.reduced if not p.requires_grad and p.grad is None]
-        elif trained.unfrozen():
+            self._without_gradient = [p for _, p in self._reduced if not p.requires_grad and p.grad is None]
+        elif any(map(_IS_TRAINED, self._frozen)):
             raise ConfigError(
                 f"{strategy.strategy_name}: a parameter was unfrozen within training_step, too late for its gradient "
                 "to be reduced over the ranks. Unfreeze it in on_train_batch_start or on_train_epoch_start."
@@ -151,14 +172,14 @@ class GradientSync:
 
     def finish_backward(self) -> None:
         """Complete the gradients after a backward pass."""
-        wrapper = self._strategy._model
+        wrapper = self._wrapper
         while self._without_gradient:  # hooks would see the zeros, and optimizers would step with them
             self._without_gradient.pop().grad = None
-        if isinstance(wrapper, DistributedDataParallel):
+        if wrapper is not None:
             if wrapper.require_backward_grad_sync:  # what the next forward begins with, an error of unused parameters
                 wrapper.reducer._rebuild_buckets()
             # last: the wrapper has new buckets after its first backward
-            for _, parameter in self._trained.reduced if self._trained and wrapper.gradient_as_bucket_view else ():
+            for _, parameter in self._reduced if wrapper.gradient_as_bucket_view else ():
                 if parameter.grad is not None:  # a view, where a hook's `p.grad.data = ...` would leave its own
                     parameter.grad = parameter.grad.detach()
         for parameter, before in self._accumulated or ():
@@ -194,49 +215,9 @@ class GradientSync:
 
     def fail(self, exception: BaseException) -> None:
         """Name the parameters without a gradient in an error of the wrapper."""
-        if self._wrapper is not None and self._trained is not None:
-            name_unused_parameters(exception, self._trained.reduced, self._strategy.strategy_name)
+        if self._wrapper is not None:
+            name_unused_parameters(exception, self._reduced, self._strategy.strategy_name)
 
     def ending(self) -> AbstractContextManager[Any]:
         """End the run inside the block."""
-        self._trained = None
         return nullcontext()
-
-
-def forward_through(wrapper: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a step of a LightningModule in the place of its wrapped forward; the step itself may call that."""
-    args, kwargs = wrapper._pre_forward(*args, **kwargs)
-    if wrapper.mixed_precision is not None:
-        wrapper._root_copy_hook()  # a hook of the module's forward
-    with wrapper._inside_ddp_forward():
-        output = step(*args, **kwargs)
-    module: Any = wrapper.module
-    if module.automatic_optimization:
-        return wrapper._post_forward(output)
-    with replaced(wrapper, "require_backward_grad_sync", False):  # each `manual_backward` prepares a reduction
-        return wrapper._post_forward(output)
-
-
-class ReducedParameters:
-    """The parameters of a module when it was wrapped; `reduced` are names and parameters in the wrapper's order."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.reduced = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._trained = [parameter for _, parameter in self.reduced]
-        self._others = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._num_optimized: list[int] = []
-
-    def changed(self, optimizers: Sequence[Optimizer]) -> bool:
-        """Whether a parameter was frozen, unfrozen, or given to an optimizer after the module was wrapped."""
-        if self.unfrozen() or not all(map(_IS_TRAINED, self._trained)):
-            return True
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        before, self._num_optimized = self._num_optimized, list(map(len, groups))
-        if before == self._num_optimized:
-            return False
-        known = set(map(id, self._trained + self._others))
-        return any(id(parameter) not in known for group in groups for parameter in group)
-
-    def unfrozen(self) -> bool:
-        """Whether a parameter that was frozen when the module was wrapped now requires a gradient."""
-        return any(map(_IS_TRAINED, self._others))

@@ -143,8 +143,7 @@ class RankStep(StepContract):
         reader.begin_step(counts, None if shares.current is None else shares.current.total)
         reader.values.begin()
         self.agreement.verify(module)  # before a forward pass gives all ranks the buffers of rank 0
-        if strategy.whole_batches.is_open:
-            strategy.whole_batches.in_step(args)
+        strategy.whole_batches.begin_step(args)
         is_manual = not module.automatic_optimization
         if is_manual:
             self._verify_parts(args[0])  # the step itself steps the optimizer
@@ -260,7 +259,6 @@ class RankStep(StepContract):
         """End the run."""
         self.agreement.end()
         self.metrics.end()
-        self._strategy.whole_batches.end()
 
 
 class BatchRows(Ranks):

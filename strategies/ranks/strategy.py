@@ -436,7 +436,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.contract.begin_pass()
         self.contract.shares.knows_parts = False  # the loaders may be other ones
         self.layout.weights_changed()
-        self.whole_batches.begin_training()
         if not self.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(self._read_as, self.process_devices)
         self.sync.begin_streams()

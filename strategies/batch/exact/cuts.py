@@ -29,19 +29,16 @@ class Cuts:
         loop: that reads the loaders.
         loader: index of the one whose samples are taken.
         structure: cuts a batch into chunks.
-        samples: to compute; None for those that the loop's loaders have.
     """
 
-    def __init__(
-        self, trial: Trial, loop: Any, loader: int, structure: BatchStructure, samples: FewSamples | None
-    ) -> None:
+    def __init__(self, trial: Trial, loop: Any, loader: int, structure: BatchStructure) -> None:
         self._trial, self._loop, self._loader = trial, loop, loader
-        self._structure, self._samples, self._most = structure, samples, MOST_SAMPLES
+        self._structure, self._most = structure, MOST_SAMPLES
         self._equal = list[int]()
 
     def halve(self) -> bool:
         """Go on with half as many samples; returns whether there are any."""
-        self._samples, self._most = None, self._most // 2
+        self._most //= 2
         return self._most > 1
 
     def views(self, batch: Batch, views: Views) -> Iterator[tuple[bool, int, MakesBatch]]:
@@ -49,9 +46,10 @@ class Cuts:
 
         `batch` is the first one of the run, for loaders whose samples can't be chosen.
         """
-        device, split = self._trial.device, self._structure.split
+        device, split, trial = self._trial.device, self._structure.split, self._trial
         try:
-            samples = self._samples or FewSamples(self._trial.module, self._loop, self._loader, self._most)
+            alike = trial.together and trial.trains
+            samples = FewSamples(trial.module, self._loop, self._loader, self._most, alike=alike)
         except TypeError as exc:
             num = 0 if batch is None else self._structure.num_samples(batch)
             if not num:

@@ -20,7 +20,7 @@ from ...core.patching import without_hooks
 from ...core.types import Batch
 from ..evaluation_lists import EvaluationLists
 from ..results import ResultStructure, combine, is_loss, join_evaluated
-from ..run_structures import FewSamples, takes_others_batches
+from ..run_structures import takes_others_batches
 from ..structure import BatchStructure, walk
 from .cuts import Cuts, Tried, said
 from .loss_reader import Part
@@ -40,13 +40,12 @@ class StepComparison:
         step: name of the module's method; of a step of evaluation what it logs and returns is compared.
         loader: index of the one whose samples are taken.
         together: whether all ranks compare, whose steps are exchanges.
-        samples: to compute; None for those that the loop's loaders have.
         accumulates: whether the parts are batches of one optimizer step, none of which waits for the others' numbers.
     """
 
     def __init__(
         self, strategy: Any, structure: BatchStructure, step: str = "training_step", loader: int = 0,
-        together: bool = False, accumulates: bool = False, samples: FewSamples | None = None,
+        together: bool = False, accumulates: bool = False,
     ) -> None:  # fmt: skip
         self._module: pl.LightningModule = strategy.lightning_module
         self._name, self._accumulates = strategy.strategy_name, accumulates
@@ -70,7 +69,7 @@ class StepComparison:
         self._lists = None if self._trains else strategy.structures.lists
         self._look: tuple[int, MakesBatch, dict[Site, Any] | None] | None = None
         """How many samples were looked at, what makes them, and the operations of the step on them."""
-        self._cuts = Cuts(self._trial, self._loop, loader, structure, samples)
+        self._cuts = Cuts(self._trial, self._loop, loader, structure)
 
     def verdict(self, batch: Batch, views: Views, rest: Sequence[Any]) -> Verdict:
         """Find the plans of the losses and the programs of logged values, and compare.
@@ -101,7 +100,7 @@ class StepComparison:
             fewer = is_out_of_memory(exc) and self._cuts.halve()
             if not fewer:
                 has_read = batch is not None or takes_others_batches(self._loop)
-                self._failed(exc, self._trains and views.ranks and not trial.together and has_read, verdict)
+                self._failed(exc, self._trains and views.ranks and has_read, verdict)
         if fewer:  # now that the error holds no graphs
             return self.verdict(batch, views, rest)
         verdict.in_chunks &= bool(verdict.refusal or verdict.unlike)
@@ -345,8 +344,7 @@ class StepComparison:
         if self._global_view is False:
             return f" leave out {option},"
         option = option.replace("false", "true").replace("False", "True")
-        late = self._name in ("ddp", "fsdp") and self._trial.of_ranks
-        return f" set {option}, which is exact but slower," if late else ""
+        return f" set {option}, which is exact but slower," if self._name in ("ddp", "fsdp") else ""
 
     def _verify_written(self, tried: Tried, verdict: Verdict) -> None:
         """Refuse what a step leaves in the module otherwise in parts, if checkpoints hold it or later steps read it.

@@ -22,7 +22,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 from ...core.errors import PartsDiffer
-from ..run_structures import FewSamples, num_evaluated
+from ..run_structures import num_evaluated
 from ..structure import BatchStructure
 from .step_comparison import StepComparison
 from .verdict import Verdict, Views
@@ -34,7 +34,7 @@ _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
 def verified(
     strategy: Any, views: Views, verifies: bool, args: Sequence[Any],
     share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, structure: BatchStructure | None = None,
-    again: Collection[bool] = (), together: bool = False, samples: FewSamples | None = None,
+    again: Collection[bool] = (), together: bool = False,
 ) -> Verdict:  # fmt: skip
     """Find by what the losses of a strategy's module divide, before its first step.
 
@@ -47,7 +47,6 @@ def verified(
         structure: cuts batches, of accumulated ones; None for the strategy's.
         again: whether its step has raised an error, or not, where a module that can't be compared will be tried again.
         together: whether all ranks compute each step, and each of them finds the same.
-        samples: see `StepComparison`.
 
     Raises:
         PartsDiffer: the module trains otherwise; the message says what differs.
@@ -57,9 +56,7 @@ def verified(
     if is_first or together:
         try:
             own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
-            comparison = StepComparison(
-                strategy, own, together=together, accumulates=structure is not None, samples=samples
-            )
+            comparison = StepComparison(strategy, own, together=together, accumulates=structure is not None)
         except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
             return _told(share(Verdict([], str(exc))), is_first)
         verdict = comparison.verdict(args[0], views, args[1:])

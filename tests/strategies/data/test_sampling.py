@@ -199,7 +199,7 @@ def test_random_samplers_take_rank_0s_order() -> None:
 def evaluated(rank: int, mode: str, *loaders: Any) -> list[list[list[int]]]:
     """The samples of each loader in the steps of a rank of 2 that evaluates them combined."""
     ranks = rank_loaders(rank, 2, "global")
-    ranks.is_whole = lambda role, _: goes_whole(combined)
+    ranks.is_whole = lambda role: goes_whole(combined)
     combined = CombinedLoader([ranks.process(one, "evaluate") for one in loaders], mode)  # type: ignore[arg-type]
     return [[[] if one is None else one.tolist() for one in batches] for batches, *_ in combined]
 
