@@ -115,26 +115,19 @@ class LogRecorder:
         self.metrics.replay(whole_loss)
         calls, self._calls = self._calls, []
         for same in grouped(calls, lambda call: (call.module, call.name)).values():
-            first, kept = same[0], [call.kept for call in same]
-            weights, options = self._weighed(same)
-            how = _HOW.get(first.options.get("reduce_fx"), "mean")
-            if isinstance(first.value, NoValue):
-                value = known(first.value)
-            elif not isinstance(first.kept, (Tensor, int, float)):
-                value = first.kept
-            elif losses is not None and are_losses([call.value for call in same], [call.part for call in same]):
-                value = ChunkLosses(kept, losses.weights).combine(self._device)
-                if first.name not in self._programs:
-                    self.losses.append(value)
-            else:
+            first, kept, parts = same[0], [call.kept for call in same], [call.part for call in same]
+            value, (weights, options) = known(first.kept), self._weighed(same)
+            if isinstance(first.kept, (Tensor, int, float)) and not isinstance(first.value, NoValue):
+                how = _HOW.get(first.options.get("reduce_fx"), "mean")
+                if losses is not None and are_losses([call.value for call in same], parts):
+                    weights, how = losses.weights, "mean"
                 values = [one.reshape(()) if isinstance(one, Tensor) else one for one in kept]
-                value = combine(values, weights, how, self._device)
-            # if there is a program that makes the whole batch's
-            is_mean = first.options.get("reduce_fx", "mean") == "mean" and isinstance(value, (Tensor, float))
-            is_made = first.name in self._programs and len(same) >= len(self._tapes)
-            if is_made and is_mean and not isinstance(first.value, NoValue):
-                made = self._of_parts(first.name, [call.part for call in same], kept, value)
-                value = self._values.noted(first.name, made)
+                value, is_program = combine(values, weights, how, self._device), first.name in self._programs
+                if losses is not None and weights is losses.weights and not is_program:
+                    self.losses.append(value)
+                is_mean = first.options.get("reduce_fx", "mean") == "mean" and isinstance(value, (Tensor, float))
+                if is_program and is_mean and len(same) >= len(self._tapes):  # it makes the whole batch's value
+                    value = self._values.noted(first.name, self._of_parts(first.name, parts, kept, value))
             self.modules[0][first.module].log(first.name, value, **options)
 
     def combine(self, outputs: list[Any], sizes: Sequence[int], structure: ResultStructure) -> Any:
@@ -155,18 +148,15 @@ class LogRecorder:
         self.replay(sizes, losses, loss.detach())
         if not isinstance(outputs[0], dict):
             return loss
-        result = dict(outputs[0]) if len(outputs) == 1 else {}
-        result["loss"] = loss
-        for weight in outputs[0].keys() & {"loss_weight", FOUND}:
-            result[weight] = losses.total(self._device)
         trainer: Any = self._root.trainer
-        if len(outputs) == 1 or not hooked("on_train_batch_end", trainer, by_user=True):
-            return result
-        own = ("loss", "loss_weight", FOUND)
-        rest = [{key: value for key, value in output.items() if key not in own} for output in outputs]
-        with torch.no_grad():
-            joined = structure.join(rest, sizes, self._device)
-        return result | (joined if isinstance(joined, dict) else dict.fromkeys(rest[0], joined))
+        own, result = ("loss", "loss_weight", FOUND), dict(outputs[0]) if len(outputs) == 1 else dict[str, Any]()
+        if len(outputs) > 1 and hooked("on_train_batch_end", trainer, by_user=True):
+            rest = [{key: value for key, value in output.items() if key not in own} for output in outputs]
+            with torch.no_grad():
+                joined = structure.join(rest, sizes, self._device)
+            result = joined if isinstance(joined, dict) else dict.fromkeys(rest[0], joined)
+        weights = dict.fromkeys(outputs[0].keys() & own[1:], losses.total(self._device))
+        return {**result, **weights, "loss": loss}
 
     def _weighed(self, calls: list[_Call]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The weight of each call in the value of the batch, and the options to log it with."""

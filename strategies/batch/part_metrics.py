@@ -7,15 +7,13 @@ part 2   accuracy(out[5:], y[5:])  → a stand-in ┴→ accuracy(out, y), once 
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
-from typing_extensions import override
 
 from ..core.devices import is_out_of_memory
 from ..core.errors import PartsDiffer
@@ -23,8 +21,8 @@ from ..core.module_checks import is_metric, metrics_of
 from ..core.module_log import no_value
 from ..core.patching import Replacement, replaced
 from ..core.types import Sizes
-from .results import Batches, Joiner, Unknown, are_equal, combine, is_fraction, is_whole
-from .structure import Path, is_array
+from .results import Joiner, Unknown, are_equal, combine, is_fraction
+from .structure import Path
 
 Given: TypeAlias = dict[int | str, Any]
 """Arguments of a call by place or name."""
@@ -34,8 +32,7 @@ WholeLoss = Callable[[Sequence[Any], Sequence[int]], Any]
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Call:
+class _Call(NamedTuple):
     """One call of a metric in a part: its arguments without graphs, and how often their tensors had been written to."""
 
     part: int
@@ -59,7 +56,7 @@ class PartMetrics:
         self._made: list[list[_Call]] = []
         self._sizes: Sizes = ()
         self._is_alone = False
-        self._arguments = _Arguments()
+        self._arguments = Joiner(lambda _: None, _raise, given=True)
         self.rows = set[Path]()  # arguments that are, by call and name; a part of one sample may squeeze them
         self.follow(module)
 
@@ -97,22 +94,21 @@ class PartMetrics:
     def _called(self, metric: Any, method: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._calls or (self._is_alone and method in ("compute", "reset")):
             return own(*args, **kwargs)
-        name, stand_in = f"{self._strategy}: {type(metric).__name__}", None
+        name, stand_in, part = f"{self._strategy}: {type(metric).__name__}", None, self._part()
         if method in ("compute", "reset"):
             raise PartsDiffer(
                 f"{name}.{method}() is called in a step, where a part of the batch is counted. Log the metric "
                 "itself (self.log('name', metric)), or call it in an epoch hook"
             )
-        if method == "forward":
+        given: Given = {key: _detached(value) for key, value in (*enumerate(args), *kwargs.items())}
+        if method == "forward" and not self._is_alone:
             why = (
                 f"{name} has a value of the whole batch only, which the step uses. Log or return it as it is, or use "
                 "it in an epoch hook"
             )
-            keys = list(metric.keys()) if isinstance(metric, MetricCollection) else [None]
-            values = {key: no_value(why, PartsDiffer) for key in keys}
-            stand_in = values if isinstance(metric, MetricCollection) else values[None]
-        given: Given = {key: _detached(value) for key, value in (*enumerate(args), *kwargs.items())}
-        part = self._part()
+            several = list(metric.keys()) if isinstance(metric, MetricCollection) else None
+            one = no_value(why, PartsDiffer)
+            stand_in = one if several is None else {key: no_value(why, PartsDiffer) for key in several}
         self._calls[part].append(_Call(part, metric, method, given, _versions(given), stand_in))
         if self._is_alone:
             with replaced(self, "_calls", []):
@@ -137,21 +133,20 @@ class PartMetrics:
 
     def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> Given:
         """The arguments that the whole batch has, of those of its parts."""
-        parts, first = [call.part for call in calls], self._devices[0]
+        names, parts, first = calls[0].given, [call.part for call in calls], self._devices[0]
         sizes, own = [self._sizes[part] for part in parts], self._devices[parts[0]]
         try:
-            if any(call.given.keys() != calls[0].given.keys() for call in calls):
+            if any(call.given.keys() != names.keys() for call in calls):
                 raise Unknown("is given other arguments in some parts of a batch")
             if any(_versions(call.given) != call.versions for call in calls):
                 raise Unknown("is given a tensor that the step writes to afterwards")
-            names = calls[0].given
             columns = {name: self._rows((key, name), [one.given[name] for one in calls], sizes) for name in names}
             if len(calls) < sum(size > 0 for size in self._sizes) and any(map(_is_number, columns.values())):
                 raise Unknown("is given numbers by some parts of a batch only")
             joined: Given = {}
             for name, values in columns.items():
                 whole = loss(values, parts)
-                joined[name] = self._argument((key, name), calls[0], columns, sizes) if whole is None else whole
+                joined[name] = self._argument((key, name), calls[0].metric, columns, sizes) if whole is None else whole
         except (Unknown, RuntimeError) as exc:
             if is_out_of_memory(exc):
                 raise
@@ -163,12 +158,10 @@ class PartMetrics:
             joined if own == first else tree_map_only(Tensor, lambda t: t.to(first) if t.device == own else t, joined)
         )
 
-    def _argument(self, path: Path, call: _Call, columns: Mapping[int | str, list[Any]], sizes: Sequence[int]) -> Any:
+    def _argument(self, path: Path, metric: Any, columns: Mapping[int | str, list[Any]], sizes: Sequence[int]) -> Any:
         """One argument of the whole batch; numbers that are means count by their weights, else by samples."""
         values, weights = columns[path[-1]], columns.get(1, columns.get("weight"))
-        kinds = (
-            {type(one) for one in metrics_of(call.metric) if len(metrics_of(one)) == 1} if _is_number(values) else set()
-        )
+        kinds = {type(one) for one in metrics_of(metric) if len(metrics_of(one)) == 1} if _is_number(values) else None
         self._arguments.adds = kinds == {SumMetric}
         if kinds == {MeanMetric}:
             if weights is None or (not isinstance(weights[0], Tensor) and are_equal(weights) and weights != sizes):
@@ -188,37 +181,6 @@ class PartMetrics:
         return [value.reshape(1) if not value.dim() else value for value in values] if is_rows else values
 
 
-class _Arguments(Joiner):
-    """Joins arguments of metrics: rows, elements, what is the same in all parts, and counts; no other numbers."""
-
-    adds = False
-    """Whether whole numbers are counts that add up."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: None, self._raise)
-
-    @staticmethod
-    def _raise(path: Path, why: str) -> Any:
-        raise Unknown(f"is given what {why}")
-
-    @override
-    def _are_samples(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> bool:
-        ((first, *_), _), *_ = batches
-        return is_array(first) or super()._are_samples(batches, path, length)  # rows of any number, of tokens or masked
-
-    @override
-    def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
-        ((parts, sizes),) = batches
-        first = parts[0]
-        if is_whole(first) and not is_fraction(first):
-            counts = not isinstance(first, Tensor) and self._are_samples(batches, path, float)
-            if (counts and list(parts) == list(sizes)) or (self.adds and isinstance(first, Tensor)):
-                return [combine(parts, sizes, "sum", device)]
-        if not isinstance(first, Tensor) and are_equal(parts):
-            return [first]
-        raise Unknown("is one number for a part of a batch: a mean over samples, a sum or another")
-
-
 def grouped(calls: Iterable[Sequence[T]], key: Callable[[T], Hashable]) -> dict[Hashable, list[T]]:
     """Group the calls of parts: the k-th of a kind belong together, in the order of the parts."""
     found: dict[Hashable, list[T]] = {}
@@ -233,6 +195,10 @@ def grouped(calls: Iterable[Sequence[T]], key: Callable[[T], Hashable]) -> dict[
 
 def _detached(value: Any) -> Any:  # most are tensors: torch's trees take longer
     return value.detach() if isinstance(value, Tensor) else tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _raise(_: Path, why: str) -> Any:
+    raise Unknown(f"is given what {why}")
 
 
 def _versions(given: Given) -> list[int]:

@@ -41,24 +41,27 @@ Batches: TypeAlias = Sequence[tuple[Sequence[Any], Sequence[float]]]
 """For each batch what its parts have at one place, and their samples."""
 
 
-class Unknown(Exception):  # the joiner's owner says what to do
+class Unknown(Exception):
     """A value of the whole batch does not follow from those of its parts; says why."""
 
 
 class Joiner:
-    """Joins the values of parts; what unequal parts show of a path is kept.
+    """Joins the values of parts that steps return, append to lists, or give metrics; what unequal parts show is kept.
 
-    Args:
-        word: what the user said of the value at a path: `sum`, `mean`, `list`, `rows` or `shared`; None for nothing.
-        unknown: what stands for a value that can't be joined, of its path and the reason; or raises.
-        appended: whether steps append them to lists: then whole numbers add up.
+    `word` tells what the user said of a path: `sum`, `mean`, `list`, `rows` or `shared`; `unknown` makes of a path and
+    the reason what stands for a value that can't be joined, or raises.
     """
 
     def __init__(
-        self, word: Callable[[Path], str | None], unknown: Callable[[Path, str], Any], appended: bool = False
+        self,
+        word: Callable[[Path], str | None],
+        unknown: Callable[[Path, str], Any],
+        appended: bool = False,
+        given: bool = False,
     ) -> None:
-        self._word, self._unknown, self._appended = word, unknown, appended
+        self._word, self._unknown, self._appended, self._given = word, unknown, appended, given
         self.follow: dict[Path, bool] = {}
+        self.adds = False  # whether whole numbers that a metric is given are counts
 
     def join(self, batches: Batches, path: Path = (), device: torch.device | None = None) -> list[Any]:
         """Join the values at a path: one for each batch, on a device, or on that of the first part."""
@@ -74,25 +77,31 @@ class Joiner:
         word = self._word(path)
         if word in ("sum", "mean") and (is_array(first) or children(first) is None):
             return [combine(parts, of, word, device) for parts, of in batches]
-        if kinds := {type(part).__name__ for parts, _ in batches for part in parts if type(part) is not type(parts[0])}:
-            raise Unknown(f"differs between parts in its type ({', '.join(sorted({type(first).__name__, *kinds}))})")
+        if len(kinds := sorted({type(part).__name__ for parts, _ in batches for part in parts})) > 1:
+            raise Unknown(f"differs between parts in its type ({', '.join(kinds)})")
         if word == "shared":
             if not isinstance(first, Tensor) and not all(are_equal(parts) for parts, _ in batches):
                 raise Unknown("differs between parts, and batch_dims says that it is the same for all samples")
             return [parts[0] for parts, _ in batches]
-        if is_array(first):
-            if word is None and not self._are_samples(batches, path, len):
+        if is_array(first):  # those given to metrics have rows of any number, of tokens or masked
+            if word is None and not (self._given or self._are_samples(batches, path, len)):
                 raise Unknown(f"has {len(first)} rows in parts of {' and '.join(f'{n:g}' for n in sizes[:2])} samples")
-            if len({part.shape[1:] for parts, _ in batches[:1] for part in parts}) > 1:
+            if len({part.shape[1:] for part in batches[0][0]}) > 1:
                 raise Unknown("has rows of other shapes in other parts")
             if isinstance(first, np.ndarray):
                 return [np.concatenate(parts) for parts, _ in batches]
             return [torch.cat([part.to(device or parts[0].device) for part in parts]) for parts, _ in batches]
         if is_sequence(first) and (word == "list" or (word is None and self._are_samples(batches, path, len))):
             return [type(first)([value for part in parts for value in part]) for parts, _ in batches]
-        if children(first) is not None:
-            return self._structures(batches, path, device)
-        return self._leaves(batches, path, device)
+        if children(first) is None:
+            return self._leaves(batches, path, device)
+        items = [([dict(children(part) or ()) for part in parts], sizes) for parts, sizes in batches]
+        keys = list(items[0][0][0])
+        if any(list(part) != keys for parts, _ in items for part in parts):
+            raise Unknown("differs between parts in its keys or its length")
+        of_key = {key: [([part[key] for part in parts], sizes) for parts, sizes in items] for key in keys}
+        columns = [self.join(column, (*path, key), device) for key, column in of_key.items()]
+        return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
 
     def _are_samples(self, batches: Batches, path: Path, length: Callable[[Any], float]) -> bool:
         """Whether lengths follow the samples of parts, or vary otherwise; if not they are those of a structure."""
@@ -105,42 +114,36 @@ class Joiner:
         self.follow[path] = lengths == sizes or len(set(lengths)) > 1
         return self.follow[path]
 
-    def _structures(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
-        items = [([dict(children(part) or ()) for part in parts], sizes) for parts, sizes in batches]
-        keys = list(items[0][0][0])
-        if any(list(part) != keys for parts, _ in items for part in parts):
-            raise Unknown("differs between parts in its keys or its length")
-        of_key = {key: [([part[key] for part in parts], sizes) for parts, sizes in items] for key in keys}
-        columns = [self.join(column, (*path, key), device) for key, column in of_key.items()]
-        return [rebuild(parts[0], [column[i] for column in columns]) for i, (parts, _) in enumerate(batches)]
-
     def _leaves(self, batches: Batches, path: Path, device: torch.device | None) -> list[Any]:
         (first, *others), sizes = batches[0]
-        if is_fraction(first):
+        if is_fraction(first) and not self._given:
             return [combine(parts, of, "mean", device) for parts, of in batches]
-        alike = not isinstance(first, Tensor) and all(are_equal(parts) for parts, _ in batches)
-        if is_whole(first):
-            counts = not isinstance(first, Tensor) and all(list(parts) == list(of) for parts, of in batches)
-            if (self._appended and not alike) or (counts and self._are_samples(batches, path, float)):
+        is_number = not isinstance(first, Tensor)
+        alike = is_number and all(are_equal(parts) for parts, _ in batches)
+        is_whole = not first.dim() if isinstance(first, Tensor) else isinstance(first, (int, np.integer))
+        if is_whole and not (is_fraction(first) or type(first) is bool):
+            counts = is_number and all(list(parts) == list(of) for parts, of in batches)
+            adds = (self._appended and not alike) or (self._given and self.adds and not is_number)
+            if adds or (counts and self._are_samples(batches, path, float)):
                 return [combine(parts, of, "sum", device) for parts, of in batches]
-            alike = alike and self._appended
+            alike = alike and (self._appended or self._given)
         if alike:
             return [parts[0] for parts, _ in batches]
-        shown = " and ".join(map(str, [first, *others[:1]])) if not isinstance(first, Tensor) else "an integer tensor"
+        shown = " and ".join(map(str, [first, *others[:1]])) if is_number else "one number"
         raise Unknown(f"is {shown} in parts of {' and '.join(f'{num:g}' for num in sizes[:2])} samples")
 
 
 class ResultStructure:
     """How the results of one kind of step on the chunks of a batch become one.
 
-    Args:
-        step: its name, with which errors call the result, and the paths of options begin.
-        options: what `verify_batch_dims` returned.
+    `step` is its name, with which errors call the result, and the paths of `options`, of `verify_batch_dims`, begin.
     """
 
     def __init__(self, step: str, options: Mapping[str, str] | None = None) -> None:
         self._step, self._declared = step, DeclaredDims(options or {}, (step,))
-        self._joiner = Joiner(self._said, self._no_value)
+        self._joiner = Joiner(
+            lambda path: "sum" if path == ("loss_weight",) else self._declared.word(path), self._no_value
+        )
 
     def join(self, results: Sequence[Any], sizes: Sizes, device: torch.device | None = None) -> Any:
         """What one device would return, of the results of the chunks with samples; on a device, or the first's.
@@ -154,9 +157,6 @@ class ResultStructure:
         if len(results) == 1:
             return results[0] if device is None else move_data_to_device(results[0], device)
         return self._joiner.join([(results, used)], (), device)[0]
-
-    def _said(self, path: Path) -> str | None:
-        return "sum" if path == ("loss_weight",) else self._declared.word(path)
 
     def _no_value(self, path: Path, why: str) -> Any:
         """What raises where somebody reads it: most results are read by nobody, but for predictions."""
@@ -185,13 +185,6 @@ def are_equal(parts: Sequence[Any]) -> bool:
         return False  # arrays inside have no single truth value
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number."""
-    if isinstance(value, Tensor):
-        return not value.dim()
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def _is_structure(value: Any) -> bool:
     """Whether a list that is as long as the parts is none of samples: what it holds has them, or is a mean."""
     is_mixed = type(value) is tuple and (len(set(map(type, value))) > 1 or any(map(is_fraction, value)))
@@ -201,13 +194,10 @@ def _is_structure(value: Any) -> bool:
 def combine(
     values: Sequence[Any], weights: Sequence[Any], how: str = "mean", device: torch.device | None = None
 ) -> Any:
-    """Combine the numbers of parts, or tensors of one shape, to the whole batch's.
+    """Combine the numbers of parts, or tensors of one shape, to the whole batch's `mean`, `sum`, `max` or `min`.
 
-    Args:
-        weights: of the parts in a mean; of no weight a value counts for nothing, be it nan; all zero (a batch of
-            padding only) count alike.
-        how: `mean`, `sum`, `max` or `min`.
-        device: where tensors are combined; None for that of the first one.
+    In a mean a value of no weight counts for nothing, be it nan; of weights that are all zero (a batch of padding only)
+    all count alike. Tensors are combined on a device, or on that of the first one.
     """
     first = next((value for value in values if isinstance(value, Tensor)), None)
     if first is not None:
@@ -235,12 +225,7 @@ FOUND = "found_loss_weight"
 
 @dataclass
 class ChunkLosses:
-    """The losses of all chunks of a batch.
-
-    Args:
-        losses: one scalar per chunk that has samples, each on its own device.
-        weights: samples per chunk, or the `loss_weight` that the module returned.
-    """
+    """The losses of the chunks that have samples, each on its own device, and their samples or `loss_weight`."""
 
     losses: list[Tensor]
     weights: list[Tensor | float]
@@ -300,22 +285,14 @@ def loss_weight(output: Any, batch: Batch, structure: BatchStructure | None = No
     return float(count)
 
 
-def address(tensor: Tensor) -> int:
-    """Where the numbers of a tensor are; 0 for a sparse one, which has no place of its own."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
 def is_loss(value: Any, loss: Tensor) -> bool:
     """Whether a logged value is the loss, or the loss detached."""
-    return isinstance(value, Tensor) and value.numel() == 1 and address(value) == address(loss)
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and value.layout is torch.strided
+    return is_number and value.data_ptr() == loss.data_ptr()
 
 
 def weighs_in_loop(trainer: "pl.Trainer") -> bool:
-    """Whether the loop weighs micro-batches itself, so that the strategy must not.
-
-    With exact accumulation each micro-batch's loss is multiplied by its weight, and the gradients are divided
-    once, before clipping, by the sum of the weights over all micro-batches and ranks.
-    """
+    """Whether the loop weighs micro-batches, and divides by the sum of all weights, so that the strategy must not."""
     return bool(getattr(trainer, "exact_accumulation", False)) and trainer.accumulate_grad_batches > 1
 
 

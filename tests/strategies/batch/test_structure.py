@@ -211,7 +211,7 @@ class Returning(Net):
 
 UNKNOWN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     r"validation_step\['correct'\] is . and . in parts of . and . samples": lambda out, y: {"correct": int(y[0])},
-    r"validation_step\['correct'\] is an integer tensor": lambda out, y: {"correct": y.sum()},
+    r"validation_step\['correct'\] is one number": lambda out, y: {"correct": y.sum()},
     r"validation_step\['per_class'\] has 3 rows in parts of . and . samples": lambda out, y: {"per_class": out.mean(0)},
     r"validation_step\['one'\] is True and False": lambda out, y: {"one": len(y) == 4},
     r"validation_step\['few'\] differs between parts in its keys": lambda out, y: {"few": {len(y): 1}},
