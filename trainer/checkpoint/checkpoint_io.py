@@ -38,7 +38,7 @@ from typing_extensions import override
 from ...strategies.core.devices import flat_bytes, has_streams
 from ...strategies.core.errors import ConfigError
 from ...strategies.core.patching import replaced
-from ...strategies.distributed.store import RankError, wait_for
+from ...strategies.distributed.store import RankError, meet
 from ...strategies.sharding.whole import Placed, map_tensors
 from ._hparams import to_plain
 from .file_io import FILE, PREFIX, SHARDS, CheckpointError, link, read, read_good, releasing, remove_leftovers, write
@@ -87,32 +87,28 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         rest, parts = to_plain(placed.state) if strategy.is_global_zero else {}, placed.parts
         if self._memory is not None:
             rest, parts = self._memory.take((rest, parts))
-        store, keys = strategy.group._store, [f"{name}/{writer}" for writer in range(placed.num_writers)]
-
-        def checksums() -> list[int]:
-            wait_for(store, keys, timeout_s := strategy.group.timeout_s)
-            if late := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-                raise RankError(f"rank {late[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
-            found = [store.get(key) for key in keys]
-            if b"" in found:
-                raise OSError(f"the shards could not be written by rank {found.index(b'')}")
-            return list(map(int, found))
+        store, timeout_s, file = strategy.group._store, strategy.group.timeout_s, Path(path).with_name(name)
+        if (writer := placed.writer) is None:
+            return
 
         def work() -> None:
-            file = Path(path).with_name(name)
+            checksum = ""
             try:
-                checksum = _write_rows(file, placed, parts)
-                if placed.writer is not None:
-                    store.set(keys[placed.writer], str(checksum))
+                try:
+                    checksum = str(_write_rows(file, placed, parts, writer))
+                finally:
+                    told, late = meet(store, name, writer, placed.num_writers, checksum, timeout_s)
+                if late:
+                    raise RankError(f"rank {late[0]} has not written its shards of a checkpoint within {timeout_s:g} s")
+                if "" in told:
+                    raise OSError(f"the shards could not be written by rank {told.index('')}")
                 if strategy.is_global_zero:
                     entries = [[e.start, e.num_rows, e.row_bytes, e.num_parts] for e in placed.entries]
-                    shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": checksums()}
+                    shards = {"entries": entries, "num_bytes": placed.num_bytes, "digests": list(map(int, told))}
                     write({**rest, FILE: name, SHARDS: shards}, path)
             except OSError:
                 if strategy.is_global_zero:
                     file.unlink(missing_ok=True)
-                elif placed.writer is not None:
-                    store.set(keys[placed.writer], "")  # the first rank learns of it
                 raise
 
         self._submit(path, work)
@@ -180,11 +176,9 @@ def _is_address(path: _PATH) -> bool:
     return "://" in str(path)
 
 
-def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> int:
+def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None], writer: int) -> int:
     """Write this rank's rows to the disk, and return their checksum."""
     checksum = 0
-    if placed.writer is None:
-        return checksum
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
         file.truncate(placed.num_bytes)
@@ -192,7 +186,7 @@ def _write_rows(path: Path, placed: Placed, parts: list[Tensor | None]) -> int:
             if part is not None:
                 values: Any = flat_bytes(part.cpu().contiguous()).numpy()
                 checksum = zlib.crc32(data := memoryview(values), checksum)
-                file.seek(entry.part(placed.writer if entry.num_parts > 1 else 0)[0])
+                file.seek(entry.part(writer if entry.num_parts > 1 else 0)[0])
                 while data:  # the system may write less than it is given
                     data = data[file.write(data) :]
         os.fsync(file.fileno())

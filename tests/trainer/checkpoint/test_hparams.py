@@ -50,7 +50,7 @@ def come_back(folder: Path, **given: Any) -> Any:
     return Net.load_from_checkpoint(saved(Net(**given), folder)).hparams
 
 
-def test_a_config_comes_back_with_the_values_of_its_interpolations(tmp_path: Path) -> None:
+def test_configs_come_back_with_the_values_of_their_interpolations(tmp_path: Path) -> None:
     cfg = OmegaConf.create({"lr": 0.1, "net": {"width": 3, "rate": "${lr}", "sizes": [1, "${..width}"]}, "to": "???"})
     OmegaConf.set_struct(cfg, True)
     rest = {"deep": [cfg.net.sizes], "at": Path("a/b")}
@@ -60,13 +60,9 @@ def test_a_config_comes_back_with_the_values_of_its_interpolations(tmp_path: Pat
     assert (found.cfg, found.layers) == (plain, [1, {"a": 1}])
     assert found.rest == {"deep": [[1, 3]], "at": Path("a/b")}
     assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]["cfg"] == plain
-
-
-def test_a_config_given_as_all_hyperparameters_comes_back(tmp_path: Path) -> None:
-    path = saved(Whole(OmegaConf.create({"net": {"width": 3, "out": "${.width}"}})), tmp_path)
+    path = saved(Whole(OmegaConf.create({"net": {"width": 3, "out": "${.width}"}})), tmp_path)  # all hyperparameters
     loaded = Whole.load_from_checkpoint(path)
-    assert type(loaded.cfg) is DictConfig
-    assert loaded.cfg == {"net": {"width": 3, "out": 3}}
+    assert (type(loaded.cfg), loaded.cfg) == (DictConfig, {"net": {"width": 3, "out": 3}})
     assert loaded.layer.weight.shape == (1, 3)
     other = Whole.load_from_checkpoint(path, cfg=OmegaConf.create({"net": {"width": 3}, "own": 1}))
     assert other.cfg.own == 1, "what is given counts"

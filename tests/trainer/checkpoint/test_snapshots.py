@@ -19,7 +19,7 @@ from evener.strategies import ConfigError
 from evener.strategies.core.files import temporary_for
 from evener.trainer.checkpoint import Checkpoint, checkpoint_io
 from evener.trainer.checkpoint.checkpoint_io import directory_in_memory, discard, move_to_disk, saved_in_memory
-from evener.trainer.checkpoint.file_io import CheckpointError, find_newest, read
+from evener.trainer.checkpoint.file_io import find_newest, read
 
 pytestmark = pytest.mark.skipif(not checkpoint_io.MEMORY.is_dir(), reason="this system has no /dev/shm")
 
@@ -42,11 +42,13 @@ def fit(folder: Path, at: int | None = None, checkpoint: Path | None = None, eve
     return module
 
 
-def fail(folder: Path, at: int, every: int | None, checkpoint: Path | None = None) -> Path | None:
+def fail(folder: Path, at: int, every: int, checkpoint: Path | None = None) -> Path:
     """Train up to a step; return the snapshot that the run has left."""
     with pytest.raises(KeyError):
         fit(folder, at, checkpoint, every)
-    return saved_in_memory(folder)
+    memory = saved_in_memory(folder)
+    assert memory is not None
+    return memory
 
 
 def test_a_run_goes_on_from_the_snapshot_where_that_is_newer(tmp_path: Path) -> None:
@@ -54,24 +56,19 @@ def test_a_run_goes_on_from_the_snapshot_where_that_is_newer(tmp_path: Path) -> 
     memory = fail(parts := tmp_path / "parts", 17, 3)
     assert memory == directory_in_memory(parts) / "snapshot.ckpt" == find_newest(parts, memory)
     assert memory.parent.stat().st_mode & 0o777 == 0o700
-    assert read(parts / "last.ckpt")["global_step"] == 10
+    last = parts / "last.ckpt"
+    assert read(last)["global_step"] == 10
     resumed = fit(parts, None, memory, every=3)
     assert resumed.begun == [15, 16, 17, 18, 19]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
     assert saved_in_memory(parts) is None, "the memory is given back at the end"
-
-
-def test_of_a_snapshot_and_a_checkpoint_the_newer_is_taken(tmp_path: Path) -> None:
-    memory = fail(tmp_path, 9, 2)
-    assert memory is not None
-    fail(tmp_path, 12, None)
-    assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
-    later = (tmp_path / "last.ckpt").stat().st_mtime_ns + 1
-    os.utime(memory, ns=(later, later))
-    assert find_newest(tmp_path, memory) == memory
+    memory = fail(parts, 9, 2)
+    os.utime(last, ns=(later := memory.stat().st_mtime_ns + 1, later))
+    assert find_newest(parts, memory) == last
+    os.utime(memory, ns=(later + 1, later + 1))
     # of a run that failed for good it moves to the disk
-    assert move_to_disk(tmp_path) == tmp_path / "snapshot.ckpt" == find_newest(tmp_path)
-    assert saved_in_memory(tmp_path) is move_to_disk(tmp_path) is None
+    assert move_to_disk(parts) == parts / "snapshot.ckpt" == find_newest(parts)
+    assert saved_in_memory(parts) is move_to_disk(parts) is None
 
 
 @pytest.mark.parametrize("what", ["incomplete", "corrupted"])
@@ -80,15 +77,12 @@ def test_a_damaged_snapshot_gives_way_to_a_checkpoint_on_the_disk(
 ) -> None:
     # resume=auto was blocked by it though good checkpoints lay on the disk, and went on with wrong weights.
     memory = fail(tmp_path, 17, 3)
-    assert memory is not None
     weight = read(memory)["state_dict"]["layer.weight"].numpy().tobytes()
     content = bytearray(memory.read_bytes())
     content[content.index(weight)] ^= 64
     memory.write_bytes(content if what == "corrupted" else content[:-100])
-    assert find_newest(tmp_path, saved_in_memory(tmp_path)) == tmp_path / "last.ckpt"
+    assert find_newest(tmp_path, memory) == tmp_path / "last.ckpt"
     assert f"{memory} is {what}" in caplog.text
-    with pytest.raises(CheckpointError, match=what):
-        read(memory)
     assert move_to_disk(tmp_path) is None
 
 
@@ -105,7 +99,6 @@ def test_the_snapshot_before_is_whole_while_the_next_is_written(
     monkeypatch.setattr(torch, "save", torn)
     whole = fit(tmp_path / "whole")
     memory = fail(tmp_path, 17, 3)
-    assert memory is not None
     assert read(memory)["global_step"] == 12
     temporary_for(memory).touch()  # as a process leaves it that is killed
     fail(tmp_path, 19, 3, memory)
