@@ -123,17 +123,6 @@ class FailsEarly(Told):
             time.sleep(60)
 
 
-class FailsOtherwise(Told):
-    """Rank 1 raises in the first attempt, and leaves without a word in the next one."""
-
-    def on_train_start(self) -> None:
-        if self.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            os._exit(7)
-
-    def misbehave(self) -> None:
-        raise KeyError("rank 1 had enough")
-
-
 class Diverges(Told):
     """Every loss is nan."""
 

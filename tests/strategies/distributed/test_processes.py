@@ -1,16 +1,11 @@
 """How ranks end: nothing of torch's runs on while the interpreter is taken apart, and what was written is kept."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import warm_python
-from pytorch_lightning.utilities.exceptions import SIGTERMException
-
-from evener.strategies.distributed.group import RankGroup
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -61,15 +56,3 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names
-
-
-def test_a_rank_that_is_ending_with_an_error_is_not_interrupted_by_the_signal_that_ends_the_others() -> None:
-    # the agent sends SIGTERM to all ranks when one has failed: while a rank waited for its data workers, in the
-    # finalizer of its loader, Python printed the exception of the signal above the error that ended the run
-    trainer, group = pl.Trainer(logger=False, enable_checkpointing=False), RankGroup(timeout_s=1)
-    group.begin(trainer)
-    on_signal = trainer._signal_connector._sigterm_notifier_fn
-    with pytest.raises(SIGTERMException, match=r"^$"):
-        on_signal(signal.SIGTERM, None)
-    group.fail(KeyError("no such sample"))
-    on_signal(signal.SIGTERM, None)

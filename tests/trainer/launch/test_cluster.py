@@ -1,13 +1,11 @@
 """Under torchrun, SLURM or Kubeflow a process is a rank already: it is recognised, and nothing is started twice."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Run, running
 from regression import quiet_trainer
-from surroundings import SLURM_JOB, free_port
+from surroundings import SLURM_JOB
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.trainer import compose
@@ -70,17 +68,3 @@ def test_an_interactive_allocation_and_a_plain_shell_are_no_ranks(
         monkeypatch.setenv(name, value)
     assert detect_launcher() is None
     assert quiet_trainer(DDPStrategy(), 2).strategy.launcher is not None
-
-
-def test_two_pods_are_one_run(tmp_path: Path) -> None:
-    common = {**KUBEFLOW, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ("devices=1", "num_nodes=2", "strategy.timeout_s=600", f"log_dir={tmp_path}", "trainer.max_steps=2")
-    with ExitStack() as stack:
-        runs: list[Run] = []
-        for rank in range(2):
-            (own := tmp_path / str(rank)).mkdir()
-            runs.append(stack.enter_context(running(own, *words, env={**common, "RANK": str(rank)})))
-        for run in runs:
-            assert run.wait(120) == 0, run.output.read_text()
-    assert sorted((rank, step) for rank, _, step in runs[0].lines()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len(list(tmp_path.glob("*/*/*/result.json"))) == 1

@@ -1,16 +1,20 @@
 """Whatever happens to a launched run, it ends: soon, with the right status, nothing left behind, the culprit named."""
 
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from launching import GONE_S, Run, ends, failure_of, running, saved_step
+from omegaconf import OmegaConf
 from surroundings import CTRL_C, Terminal
 from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.compat.proto import event_pb2
@@ -153,13 +157,6 @@ def test_a_rank_that_ends_in_order_because_another_failed_does_not_prevent_the_r
     ) as run:  # fmt: skip
         assert run.wait(300) == 0, run.output.read_text()
         assert run.last_steps() == {0: 1, 1: 1}
-
-
-def test_a_run_that_fails_in_two_ways_tells_the_last(tmp_path: Path) -> None:
-    # Cause: the first attempt's reason was told of a rank that left none in the last one.
-    with running(tmp_path, "module._target_=launched.FailsOtherwise", "launcher.max_restarts=1") as run:
-        assert run.wait(300) == 1, run.output.read_text()
-        assert "rank 1 failed: it exited with status 7" in run.output.read_text().splitlines()[-1]
 
 
 @pytest.mark.long
@@ -318,3 +315,26 @@ def test_a_second_command_with_the_same_directory_is_refused_until_the_first_has
     with running(tmp_path / "third", *words) as third:
         assert third.wait(300) == 0, third.output.read_text()
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.fixture
+def frozen() -> Iterator[BaseProcess]:
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+    process.start()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    while not launcher.is_frozen(process.pid):
+        time.sleep(0.01)
+    yield process
+    process.kill()
+    process.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
+def test_a_frozen_worker_is_killed_where_all_may_be_started_again(frozen: BaseProcess) -> None:
+    # the others waited for it as long as for a network, strategy.timeout_s
+    options = {"monitor_interval_s": 0.01, "shutdown_timeout_s": 60, "max_restarts": 1}
+    workers = launcher.Workers(OmegaConf.create({"launcher": options}), 1, forks=True)
+    workers.processes.append(frozen)
+    assert workers.join() == 0
+    assert frozen.exitcode == -signal.SIGKILL

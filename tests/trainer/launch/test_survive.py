@@ -1,8 +1,6 @@
 """Ranks go on without one that dies: a short form of `benchmarks/goodput.py`, and what is refused."""
 
-import os
 import re
-import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +12,6 @@ from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from evener.strategies import ConfigError
-from evener.strategies.distributed import survivors
 from evener.strategies.distributed.store import PEER_LOST, RankError
 from evener.strategies.distributed.survivors import Board, Connecting, Survivor
 from evener.trainer.config.checks import LaunchPlan
@@ -79,25 +76,3 @@ def test_a_group_is_given_up_where_a_rank_dies_while_it_connects() -> None:
             Connecting(store, 0, 2, timeout=timedelta(seconds=2))
     finally:
         PEER_LOST.clear()
-
-
-def test_a_connection_that_has_the_descriptor_of_one_that_was_kept_is_cut(tmp_path: Path) -> None:
-    # gloo closes those of the last group late: the next one's had their numbers, and its ranks waited for the timeout
-    board = Board(2, tmp_path)
-    survivor = Survivor(board, 0)
-    survivor.arm()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as kept:
-        closed = socket.create_connection(server.getsockname())
-        survivor.keep_connections()
-        with socket.create_connection(server.getsockname()) as new:
-            os.dup2(new.fileno(), closed.fileno())
-        closed.settimeout(20)
-        try:
-            assert board.lose(1, [None, -9])
-            assert closed.recv(1) == b""
-            kept.sendall(b".")
-        finally:
-            with survivor._lock:  # its thread goes on looking
-                board.set(1, survivors._DEAD, 0)
-                PEER_LOST.clear()
-            closed.close()
