@@ -21,10 +21,11 @@ from ..core.patching import replaced
 from . import survivors
 from ._watch import HeartbeatMonitor, heartbeats, place_of
 from ._watch import StopAgreement as StopAgreement
-from .processes import give_up_groups, leave_group
+from .processes import leave_group
 from .store import RANK_FAILED, RankError, another_connection, meet, root_store
 
 _num_runs = 0
+_given_up: list[dist.ProcessGroup] = []
 SAME_ORDER = "All ranks must reach the same places in the same order."
 
 
@@ -96,7 +97,9 @@ class RankGroup:
         assert heartbeat is not None
         self._side = None
         heartbeat.end()
-        give_up_groups()
+        if dist.is_initialized():
+            _given_up.extend(distributed_c10d._world.pg_map)  # the end of a last reference would wait for threads
+            dist.destroy_process_group()
         distributed_c10d._world.group_count = 0  # which a rank has raised that could not form the last group
         RANK_FAILED.clear()
         name = f"/group/{number}"

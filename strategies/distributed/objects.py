@@ -1,5 +1,4 @@
-"""Exchange objects, tensors and weights between ranks, and compare weights: at the start, after the first step of each
-optimizer, and at epochs' ends.
+"""Exchange objects, tensors and weights between ranks, and compare weights.
 
 Ranks train apart where a module computes gradients that nobody averages (as by `loss.backward()` in manual
 optimization), or a hook changes gradients, a learning rate or weights by what its rank alone has computed.
@@ -35,11 +34,6 @@ def backend_for(backend: str | None, device: torch.device) -> str:
         kinds = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
         backend = backend if "cpu" in kinds else ",".join(f"{kind}:{backend.lower()}" for kind in kinds)
     return f"cpu:gloo,{backend}" if ":" in backend and "cpu:" not in backend else backend
-
-
-def sends_cpu_tensors(group: Any = None) -> bool:
-    """Whether a process group has a backend for CPU tensors."""
-    return "cpu:" in dist.get_backend_config(group)
 
 
 def gather_objects(value: Any, group: Any = None, only_first: bool = False) -> list[Any]:
@@ -173,9 +167,10 @@ def give_same_weights(module: nn.Module, root_device: torch.device) -> None:
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, root_device: torch.device) -> None:
     """Copy rank 0's parameters and buffers to all ranks, tensor by tensor; every rank must call it."""
+    sends_all = "cpu:" in dist.get_backend_config()
     for tensor in filter(is_plain, (*module.parameters(), *module.buffers())):
         if tensor.numel() and tensor.layout is torch.strided:
-            sent = tensor.detach().to(tensor.device if sends_cpu_tensors() else root_device).contiguous()
+            sent = tensor.detach().to(tensor.device if sends_all else root_device).contiguous()
             dist.broadcast(sent, src=0)
             tensor.copy_(sent)
 

@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from .store import RANK_FAILED, leave_store
@@ -31,8 +30,8 @@ ONE_REQUEST_S = 0.3  # within which signals are one: `timeout` and shells send t
 
 
 class RankProcesses:
-    """The processes of one machine's ranks, looked at each `poll_s` seconds, of which the others are killed `grace_s`
-    after one has failed, or `alone_s` after one has ended in order; `late` are the ranks to which the latter happened.
+    """The processes of one machine's ranks, looked at each `poll_s` seconds: the others are killed `grace_s` after one
+    has failed, or, and then noted as `late`, `alone_s` after one has ended in order.
     """
 
     def __init__(self, poll_s: float, grace_s: float, alone_s: float = math.inf) -> None:
@@ -163,7 +162,7 @@ def fork() -> int:
     raise RuntimeError("A process that is forked here does not begin.")
 
 
-_openmp_released = False  # of the process from which this one was forked
+openmp_released = False  # of the process from which this one was forked
 
 
 @contextmanager
@@ -171,10 +170,10 @@ def forking() -> Generator[None]:
     """Fork processes inside the block that don't wait for threads of this one, and share its memory, of which a garbage
     collection, which writes to every object, would make copies.
     """
-    global _openmp_released
+    global openmp_released
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     # forks have none of its threads; where OpenMP can't let them go (before version 5.0), a fork has one
-    _openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
+    openmp_released = pause is not None and pause(_OMP_PAUSE_HARD) == 0
     gc.freeze()
     try:
         yield
@@ -202,23 +201,6 @@ def die_with_starter(by_kernel: bool = True) -> None:
         die_with_parent(starter and starter.pid)
     else:  # the kernel takes it for a child of the fork server
         threading.Thread(target=die_with_it, name="evener-parent", daemon=True).start()
-
-
-def prepare_forked() -> None:
-    """Set up a process that was started by a strategy; called first in it."""
-    die_with_starter()
-    if multiprocessing.current_process().__class__.__name__ != "SpawnProcess" and not _openmp_released:
-        torch.set_num_threads(1)
-
-
-_given_up: list[Any] = []
-
-
-def give_up_groups() -> None:
-    """Leave all groups of processes without an end of their threads, for which a fork of this process would wait."""
-    if dist.is_initialized():
-        _given_up.extend(dist.distributed_c10d._world.pg_map)  # their last references would end them
-        dist.destroy_process_group()
 
 
 def leave_group() -> None:

@@ -165,7 +165,9 @@ class ScriptLauncher(_Launcher):
             random_state, deterministic, torch.backends.cudnn.benchmark = state
             torch.set_deterministic_debug_mode(deterministic)
             _set_num_threads_if_needed(num_processes=self._strategy.num_processes)
-            processes.prepare_forked()
+            processes.die_with_starter()
+            if self._start_method != "spawn" and not processes.openmp_released:
+                torch.set_num_threads(1)
             rng.set_random_state(random_state)  # Python seeds its own anew in a forked process
             torch.manual_seed(torch.initial_seed())  # of accelerators; the others go on where the script's are
             rng.set_random_state(random_state)
