@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from .balance.controller import BalanceController, Hysteresis
 from .balance.ranks import Weights, log_shares
-from .batch.layout import Layout, OrWhole, SingleLayout, drop_layout
+from .batch.layout import Layout, OrWhole, drop_layout
 from .batch.one_process import OneProcessStrategy
 from .batch.policies import Even, FirstChunk, Policy, Weighted
 from .batch.structure import BatchDims
@@ -69,7 +69,7 @@ class DataParallelStrategy(OneProcessStrategy):
     @override
     def new_layout(self) -> Layout:
         devices = self.process_devices
-        return SingleLayout(devices) if len(devices) == 1 else ReplicaLayout(devices, self.replica_options, self.policy)
+        return Layout(devices) if len(devices) == 1 else ReplicaLayout(devices, self.replica_options, self.policy)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -162,7 +162,7 @@ class BalancedDataParallelStrategy(DataParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         layout, controller = self.layout, self.controller
-        if controller is None or not isinstance(layout, ReplicaLayout) or not layout.cuts_steps:
+        if controller is None or not isinstance(layout, ReplicaLayout) or not layout.cut_by:
             return super().training_step(*args, **kwargs)
         if self._pending is None and (self._num_steps < FIRST_STEPS or self._num_steps % THEN_EVERY == 0):
             self._pending = layout.measure()

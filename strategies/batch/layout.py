@@ -1,7 +1,7 @@
 """Define what a layout is: how one process uses its devices. Strategies, loops and callbacks know nothing else of them.
 
 layout          one process holds                    parts of a batch                    where
-SingleLayout    the module on one device             none                                here
+Layout          the module on one device             none                                here
 ReplicaLayout   a copy per device, the batch is cut  replicas, each on its device        strategies/replicas/layout.py
 StageLayout     one copy, cut across its devices     micro-batches, one after the other  strategies/pipeline/layout.py
 """
@@ -9,7 +9,7 @@ StageLayout     one copy, cut across its devices     micro-batches, one after th
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -76,10 +76,8 @@ class WholeSteps:
 
     def run(self, step: str, call: Callable[[], Any]) -> Any:
         """Run a step, which is known to need whole batches before anything of it counts; then it runs again."""
-        try:
+        with self.where_needed(step):
             return call()
-        except PartsDiffer as exc:
-            self.take(step, exc)
         return call()
 
 
@@ -94,20 +92,19 @@ def tell_whole(strategy: str, why: PartsDiffer, what: str) -> None:
 Attach: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Layout(Protocol):
+class Layout:
     """Places a module on the devices of a process and runs its steps there; what a layout has no need of does nothing.
 
-    Attributes:
-        devices: the devices of the process, the root device first.
-        losses: what the last training step logged, or returned, as its loss.
-        whole: the steps that get whole batches.
-        reader: reads what the losses of the parts of a batch divide by.
+    `devices` begin with the root device. `losses` are what the last training step logged, or returned, as its loss.
     """
 
-    devices: list[torch.device]
-    losses: list[Tensor]
     whole = WholeSteps()
-    reader: LossReader
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.losses: list[Tensor] = []
+        self.reader = LossReader("")  # until the strategy gives its own
+        self._module: pl.LightningModule | None = None
 
     @property
     def meeting_device(self) -> torch.device:
@@ -116,13 +113,8 @@ class Layout(Protocol):
 
     @property
     def cut_by(self) -> str:
-        """The option that cuts a process's batch into parts, as `name=value`; empty if a step sees it whole."""
+        """The option that cuts batches of training into parts, as `name=value`; empty if a step sees them whole."""
         return ""
-
-    @property
-    def cuts_steps(self) -> bool:
-        """Whether the module's training steps see parts of a batch."""
-        return bool(self.cut_by)
 
     def cuts_evaluation(self, step: str) -> bool:
         """Whether batches of a step of evaluation are cut as those of training."""
@@ -144,10 +136,13 @@ class Layout(Protocol):
 
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
         """Begin a run with the placed module; `structures` tells how its batches are cut."""
+        self._module = trainer.lightning_module
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the module; returns what it would for the whole batch on one device, the loss on the root."""
-        ...
+        output = getattr(self._module, name)(*args, **kwargs)
+        self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
+        return output
 
     def weights_changed(self) -> None:
         """Learn that somebody may have written to parameters."""
@@ -167,44 +162,16 @@ def drop_layout(strategy: Any, unless_on: Sequence[torch.device] = ()) -> None:
         del strategy.layout
 
 
-class SingleLayout(Layout):
-    """The module on one device."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = list(devices)
-        self.losses, self.reader = [], LossReader("")
-        self._module: pl.LightningModule | None = None
-
-    @override
-    def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
-        self._module = trainer.lightning_module
-
-    @override
-    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        output = getattr(self._module, name)(*args, **kwargs)
-        self.losses = losses_in(output) if isinstance(output, dict) else []  # which has a `loss_weight`, or none counts
-        return output
-
-
 class PartsLayout(Layout):
-    """A layout that cuts batches.
-
-    Attributes:
-        strategy: name that begins messages.
-        policy: computes the samples of each part.
-        num_parts: of a batch.
-        structures: how batches are cut, and results are joined.
-    """
+    """A layout that cuts each batch into `num_parts`; `policy` computes the samples of each."""
 
     strategy: str
     policy: Policy
     num_parts: int
 
     def __post_init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.reader = LossReader("")  # until the strategy gives its own
+        super().__init__(self.devices)
         self.structures = RunStructures()
-        self._module: pl.LightningModule | None = None
         self._has_batchnorm = False
         self._told = WarningCache()
 
@@ -221,8 +188,8 @@ class PartsLayout(Layout):
 
     @override
     def begin(self, trainer: pl.Trainer, structures: RunStructures) -> None:
-        self._module, self.structures = trainer.lightning_module, structures
-        self._has_batchnorm = has_batchnorm(trainer.lightning_module)
+        super().begin(trainer, structures)
+        self.structures, self._has_batchnorm = structures, has_batchnorm(trainer.lightning_module)
 
     def train_parts(self, batch: Batch, *rest: Any) -> Any:
         """Run a training step in parts of a batch; returns what the step would of the whole one."""

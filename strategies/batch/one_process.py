@@ -29,7 +29,7 @@ from .run_structures import RunStructures, dataloader_index
 from .structure import BatchDims, verify_batch_dims
 
 
-class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
+class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
     """Runs every step through a layout. A strategy derives from it, and says which layout.
 
     Args:
@@ -41,6 +41,9 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
 
     computes_whole: str
     """How steps compute whole batches, for the log."""
+
+    _layer_sync: Any = None
+    """What Lightning sets for `sync_batchnorm=True`."""
 
     def __init__(
         self,
@@ -95,20 +98,13 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     def root_device(self) -> torch.device:
         return self.process_devices[0]
 
-    @property
-    def _layer_sync(self) -> None:
-        """The layer plugin that Lightning sets for `sync_batchnorm=True`."""
-
-    @_layer_sync.setter
-    def _layer_sync(self, layer_sync: object) -> None:
-        if layer_sync is not None:
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self._layer_sync is not None:
             raise ConfigError(
                 f"{self.strategy_name}: sync_batchnorm=True synchronizes processes, but there is only one. Set "
                 "sync_batchnorm=False, or choose strategy=ddp."
             )
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
         self.whole.names.clear()
         self.layout.whole = self.whole
         verify_no_step_end(trainer.lightning_module)
@@ -118,7 +114,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         for optimizer in self.optimizers:
             state_to_parameters(optimizer)
         self.layout.reader = self.reader = LossReader(self.strategy_name)
-        self._is_verified = not (self.layout.cuts_steps or weighs_in_loop(trainer))
+        self._is_verified = not (self.layout.cut_by or weighs_in_loop(trainer))
         self._epoch, self._has_changed = None, None
         self.layout.begin(trainer, self.structures)
 
@@ -143,8 +139,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         return self
 
     @property
+    @override
     def meeting_device(self) -> torch.device:
-        """The device that batches are moved to."""
         return self.layout.meeting_device
 
     @override
@@ -165,20 +161,20 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         reader.begin_step()
         assert self.lightning_module is not None
         before, self._epoch = self._epoch, self.lightning_module.current_epoch
-        if self._epoch != before and self._has_changed is not None and self.layout.cuts_steps:
+        if self._epoch != before and self._has_changed is not None and self.layout.cut_by:
             self._is_verified = not self._has_changed()
         if not self._is_verified:
             self._is_verified = True
             self._verify(args)
         step = self.layout.step
-        if not self.layout.cuts_steps:
+        if not self.layout.cut_by:
             step = reader.reading(step, 1)
         with self.precision_plugin.train_step_context():
             return step("training_step", *args, **kwargs)
 
     def _verify(self, args: Sequence[Any]) -> None:
         assert self.lightning_module is not None
-        views, cuts = Views(ranks=False, chunks=True), self.layout.cuts_steps
+        views, cuts = Views(ranks=False, chunks=True), bool(self.layout.cut_by)
         if not (cuts or weighs_in_loop(self.lightning_module.trainer)):  # whole batches, as before it was resumed, say
             return
         try:
@@ -206,12 +202,6 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     predict_step = evaluation_step("predict")
 
     backward = run_backward
-    # the batch and its loss are the global ones, and there are no other ranks
-    begin_batch = StepContract.begin_batch
-    changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
-    scale_loss, finish_backward = StepContract.scale_loss, StepContract.finish_backward
-    accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
-    whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -220,8 +210,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
         self.finish_step()
         return result
 
+    @override
     def finish_step(self) -> None:
-        """Have the layout learn that the optimizer has stepped."""
         self.layout.finish_step()
 
     @override

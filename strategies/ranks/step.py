@@ -20,7 +20,7 @@ from typing_extensions import override
 from ..batch.exact.loss_reader import LossReader
 from ..batch.exact.verdict import Plan, Views
 from ..batch.exact.verifier import find_evaluated
-from ..batch.layout import STEPS, SingleLayout
+from ..batch.layout import STEPS, PartsLayout
 from ..batch.over_batch import Ranks, among
 from ..batch.results import loss_weight, losses_in, weighs_in_loop, weight_in
 from ..batch.run_structures import dataloader_index
@@ -125,7 +125,7 @@ class RankStep(StepContract):
 
     @override
     def runs_alone(self, step: str) -> bool:
-        single = isinstance(self._strategy.layout, SingleLayout)
+        single = not isinstance(self._strategy.layout, PartsLayout)
         alone = self._strategy.world_size == 1 and not self._strategy.sync.changes_evaluation
         plain = step != "training_step" and single and alone
         return plain and (step == "predict_step" or self.reader.values.knows_none(step))

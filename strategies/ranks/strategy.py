@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..balance.ranks import RankBalance
 from ..batch.evaluation_lists import EvaluationLists
-from ..batch.layout import STEPS, GlobalView, Layout, SingleLayout, drop_layout
+from ..batch.layout import STEPS, GlobalView, Layout, drop_layout
 from ..batch.meeting import SimulatedRanks, gathered, simulated_ranks
 from ..batch.over_batch import verify_no_step_end
 from ..batch.run_structures import RunStructures
@@ -310,7 +310,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
         if self.stage_options is not None:
             return StageLayout(devices, self.stage_options, name, self.reduce)
         if len(devices) == 1:
-            return SingleLayout(devices)
+            return Layout(devices)
         return ReplicaLayout(devices, ReplicaOptions(name, "strategy.devices_per_process=1", one_by_one=True))
 
     @override

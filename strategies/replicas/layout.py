@@ -115,12 +115,7 @@ class ReplicaLayout(PartsLayout):
     @property
     @override
     def cut_by(self) -> str:
-        return "" if "training_step" in self.whole.names else f"devices_per_process={len(self.devices)}"
-
-    @property
-    @override
-    def cuts_steps(self) -> bool:
-        return self.cuts_evaluation("training_step")
+        return f"devices_per_process={len(self.devices)}" if self.cuts_evaluation("training_step") else ""
 
     @override
     def cuts_evaluation(self, step: str) -> bool:

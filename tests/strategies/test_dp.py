@@ -262,4 +262,4 @@ def test_what_cannot_be_honoured_is_refused(module: Any, strategy: Any, options:
 @pytest.mark.parametrize("strategy", ["dp", "model_parallel"])
 def test_sync_batchnorm_is_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match=f"{strategy}: sync_batchnorm=True synchronizes processes"):
-        make_trainer(Case(), strategy, devices=2, sync_batchnorm=True)
+        fit(Net().double(), strategy, devices=2, sync_batchnorm=True)
