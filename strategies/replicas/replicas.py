@@ -46,7 +46,7 @@ class Replicas:
         if self._structure != self._read_structure():
             self._make()
             return True
-        now = [] if self._is_marked else self._read_versions()
+        now = self._read_versions()  # also where it is marked: a step may call a submodule twice
         if self._is_marked or now != self._versions:
             write(self._parameters, self._parameter_copies)
             if self._slots:
