@@ -3,8 +3,6 @@
 Nothing here needs torch or Lightning before a run does.
 """
 
-import argparse
-import re
 import runpy
 import shlex
 import shutil
@@ -12,37 +10,33 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from ..config.composing import PACKAGE, Source
-from ..job.result import new_table, print_table
 from . import main as command
 
-WORDS = {
-    "train": "train, validate, test, predict, compare or plan: the options of `python train.py`",
-    "new": "make a project of your own: evener new my_project",
-    "strategies": "list the strategies",
-    "proof": "try on this machine what Evener claims, beside what else is installed, and write proof.html",
-}
+USAGE = """\
+Train any LightningModule on any set of devices; the strategy is one word.
+
+  evener train [OPTIONS]    train, validate, test, predict, compare or plan: the options of `python train.py`
+  evener new FOLDER         make a project of your own, which is called as its folder; it must not exist
+  evener proof [OPTIONS]    try on this machine what Evener claims, beside what else is installed, and write proof.html
+  evener --version
+"""
 
 
 def main() -> None:
     """Run the command `evener`."""
-    words = sys.argv[1:]
-    parser = argparse.ArgumentParser(
-        prog="evener", description="Train any LightningModule on any set of devices; the strategy is one word."
-    )
-    parser.add_argument("--version", action="version", version=f"evener {version('evener')}")
-    commands = parser.add_subparsers(dest="word", metavar="COMMAND", title="commands")
-    others = {"train": train, "proof": proof}  # which read the rest of the command line
-    for word, meaning in WORDS.items():
-        added = commands.add_parser(word, help=meaning, description=meaning, add_help=word not in others)
-        if word == "new":
-            added.add_argument("folder", help="the project's folder, which must not exist; its name is the project's")
-    if words and words[0] in others:
-        return others[words[0]](words[1:])
-    given = parser.parse_args(words)
-    if given.word == "new":
-        return new(Path(given.folder))
-    return strategies() if given.word == "strategies" else parser.print_help()
+    word, *words = sys.argv[1:] or ["--help"]
+    if word == "train":
+        train(words)
+    elif word == "proof":
+        proof(words)
+    elif word == "new" and len(words) == 1 and not words[0].startswith("-"):
+        new(Path(words[0]))
+    elif word == "--version":
+        sys.stdout.write(f"evener {version('evener')}\n")
+    elif {"-h", "--help"} & {word, *words}:
+        sys.stdout.write(USAGE)
+    else:
+        sys.exit(f"Error: evener {shlex.join([word, *words])} is unknown.\n{USAGE}")
 
 
 def train(words: list[str]) -> None:
@@ -87,15 +81,3 @@ def new(folder: Path) -> None:
         "  python train.py --help\n"
         "Under ddp batch_size is each process's; strategy.batch_size_is=global trains exactly as one device.\n"
     )
-
-
-def strategies() -> None:
-    """Print the table of strategies, those of a project in the current folder included."""
-    source = Source(str(Path("conf").absolute()), "project") if Path("conf/strategy").is_dir() else PACKAGE
-    table = new_table("Strategies", headings := ("strategy=", "what it does"), folded=headings)
-    for name in source.files("strategy"):
-        # the comment that the file opens with, up to its first full stop or command
-        comment = re.match(r"(?:# @.*\n)*((?:#(?!  ).*\n)*)", source.text(f"strategy/{name}"))
-        told = " ".join(line.lstrip("# ") for line in (comment[1] if comment else "").splitlines())
-        table.add_row(name, re.split(r"(?<=[a-z)\]\d])\.(?:\s|$)|: `", told)[0].strip(": "))
-    print_table(table, ["The options of one: evener train --help strategy=ddp. Which one? evener train mode=compare"])
