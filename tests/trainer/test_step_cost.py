@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,14 +15,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from distributed import run_ranks
 from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
 from pytorch_lightning.loggers import TensorBoardLogger
 from tiny import Tiny, quiet
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from evener.strategies import DDPStrategy
 from evener.trainer import Trainer
 
 FEW, MANY = 20, 40
@@ -98,12 +95,12 @@ def calls_per_batch(run: Callable[[int], Any]) -> int:
     return round((many - few) / (MANY - FEW))  # which thread copies the last snapshot is chance, and a few calls
 
 
-def by_hand(num_batches: int, wrap: Any = lambda layer: layer) -> None:
+def by_hand(num_batches: int) -> None:
     """The arithmetic of `Logs`, with its bookkeeping but for what happens only at log points."""
     module, total, num_samples = Net(), torch.zeros(()), 0
-    optimizer, layer = torch.optim.SGD(module.parameters(), lr=0.01), wrap(module.layer)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     for inputs, targets in loader(num_batches):
-        loss = nn.functional.cross_entropy(layer(inputs), targets)
+        loss = nn.functional.cross_entropy(module.layer(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -147,34 +144,6 @@ def test_a_step_costs_little_more_than_one_written_by_hand(
     assert ours < lightning / 7
 
 
-def calls_under_ddp() -> int:
-    """Calls of a step beyond those of a loop by hand, on a rank."""
-    warnings.simplefilter("ignore")
-
-    def fit(num_batches: int) -> None:
-        quiet(strategy=DDPStrategy(timeout_s=120), devices=2).fit(Net(), DataLoader(Samples(num_batches), 4))
-
-    return calls_per_batch(fit) - calls_per_batch(partial(by_hand, wrap=nn.parallel.DistributedDataParallel))
-
-
-class Samples(Dataset[Any]):
-    """Samples of as many batches of each of two ranks."""
-
-    def __init__(self, num_batches: int) -> None:
-        self.samples = [(torch.randn(8), 1)] * (2 * 4 * num_batches)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
-@pytest.mark.slow
-def test_a_step_of_two_ranks_costs_little_more_than_one_written_by_hand() -> None:
-    assert run_ranks(calls_under_ddp, 2)[0] <= 125  # 104, of which 40 join the samples of a batch
-
-
 def test_little_happens_between_epochs() -> None:  # pain 15: an epoch's gap
     def run(num_epochs: int) -> None:
         quiet(max_epochs=num_epochs).fit(Net(), loader(2))
@@ -185,8 +154,11 @@ def test_little_happens_between_epochs() -> None:  # pain 15: an epoch's gap
     assert (num_calls(lambda: run(12)) - num_calls(lambda: run(2))) / 10 < 1500
 
 
-class Pids(Samples):
+class Pids(Dataset[int]):
     """The process that loads each sample."""
+
+    def __len__(self) -> int:
+        return 8
 
     def __getitem__(self, index: int) -> int:
         return os.getpid()
@@ -205,7 +177,7 @@ class Asks(Tiny):
 def test_persistent_workers_live_through_all_epochs() -> None:
     module = Asks()
     module.pids = []
-    workers = DataLoader(Pids(1), batch_size=4, num_workers=1, persistent_workers=True)
+    workers = DataLoader(Pids(), batch_size=4, num_workers=1, persistent_workers=True)
     quiet(max_epochs=3).fit(module, workers)
     assert len(module.pids) == 3 * 8
     assert len({*module.pids, os.getpid()}) == 2

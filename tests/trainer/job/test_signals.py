@@ -199,24 +199,6 @@ def test_data_workers_outlive_a_signal_to_all_processes(signum: signal.Signals, 
     assert multiprocessing.active_children() == []
 
 
-class SlowStream(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Slow samples of which nobody knows how many there are."""
-
-    def __iter__(self) -> Any:
-        return map(Slow().__getitem__, range(8))
-
-
-@pytest.mark.long
-def test_data_workers_of_a_ranks_own_stream_outlive_a_signal_to_all_processes(tmp_path: Path) -> None:
-    # Found by `benchmarks/survival.py`: they were torch's plain ones, which ended, and outlived a rank that was killed.
-    trainer = make_trainer(tmp_path, strategy=DDPStrategy(timeout_s=120), devices=2)
-    loader = DataLoader(SlowStream(), 1, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(SystemExit) as raised:
-        trainer.fit(ToAll("step 2", signal.SIGTERM), loader, DataLoader(Slow(), 8))
-    assert raised.value.code == 128 + signal.SIGTERM
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] >= 3
-
-
 def orphan(worker_pid: Path, method: str) -> None:
     """Be a rank that is killed while its data worker starts."""
     loader = DataLoader(
@@ -251,10 +233,3 @@ def test_a_data_worker_ends_with_a_rank_that_is_killed_while_it_starts(
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_alive(pid)
-
-
-@pytest.mark.long
-def test_data_workers_of_a_fork_server_read() -> None:
-    # such a worker took the server for a process that had adopted it, and ended
-    loader: Any = DataLoader(range(6), 2, num_workers=1, multiprocessing_context="forkserver")  # type: ignore[arg-type]
-    assert [batch.tolist() for batch in make_resumable(loader, 0)] == [[0, 1], [2, 3], [4, 5]]

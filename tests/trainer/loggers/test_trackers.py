@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import warm_python
-from omegaconf import OmegaConf
 
 from evener.strategies import ConfigError
 from evener.trainer import compose
@@ -141,11 +140,3 @@ def test_comet_offline_writes_one_archive(tmp_path: Path) -> None:
         text = b"".join(map(file.read, file.namelist()))
     assert b"val/loss" in text
     assert b"module/lr" in text
-
-
-def test_tags_and_notes_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tags=a is not allowed\. Give a list of texts"):
-        prepared(tmp_path, "tags=a")
-    cfg = prepared(tmp_path, "tags=[a,b]", "notes=first try", "logger=mlflow")
-    assert (OmegaConf.to_container(cfg.logger.mlflow.tags), cfg.logger.mlflow.notes) == (["a", "b"], "first try")
-    assert cfg.logger.mlflow.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"

@@ -31,7 +31,7 @@ from evener.strategies import ConfigError, SingleDeviceStrategy
 from evener.trainer import compose
 from evener.trainer.cli.train import prepare
 from evener.trainer.plan._topology import StageMemory, in_flight
-from evener.trainer.plan.plan import DevicePlan, MemoryPlan, plan_memory
+from evener.trainer.plan.plan import DevicePlan, plan_memory
 
 WEIGHTS = 232
 
@@ -228,26 +228,17 @@ def test_a_stage_keeps_micro_batches_by_the_schedule() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_needs_less(tmp_path: Path) -> None:
-    def deep(*overrides: str) -> MemoryPlan:
-        return plan_memory(small(tmp_path, *overrides, module="Deep", batch_size=200, num_blocks=3))
-
-    peak = deep().peak
-    lines = deep(f"device_memory_gb={(peak - 1) / 1e9}").conclusions()
-    assert "does not fit" in lines[0]
-    assert lines[0].endswith("strategy.recompute=except_last, fsdp and model_parallel need less per device.")
-    assert deep(f"device_memory_gb={peak / 1e9}").conclusions()[0].startswith("This fits")
     # the parameters alone, with their gradients and the optimizer's state
     plan = plan_memory(small(tmp_path, f"device_memory_gb={3 * WEIGHTS / 1e9}"))
     assert plan.largest_batch == 0
-    assert "A batch of one sample does not fit 696 B" in plan.conclusions()[1]
+    told, largest = plan.conclusions()
+    assert told.endswith("strategy.recompute=except_last, fsdp and model_parallel need less per device.")
+    assert "A batch of one sample does not fit 696 B" in largest
 
 
 REFUSED = [
-    (["devices=2"], r"single_device: 2 devices were given"),
-    (["strategy=ddp_model_parallel", "devices=3"], r"3 devices don't divide into processes of 2"),
     (["strategy=dp", "devices=2", "strategy.submodule=net"], r"mode=plan does not support dp\.submodule"),
     (["strategy=ddp", "devices=2", "strategy.shard_optimizer=true"], r"does not support ddp\.shard_optimizer"),
-    (["devices=none"], r"devices=none: at least one device"),
     (["strategy._target_=pytorch_lightning.strategies.FSDPStrategy"], r"does not support the strategy fsdp"),
     (["module._target_=test_plan.Curious"], r"mode=plan runs training_step with shapes only.*mode=compare"),
     (["plan.measure=true"], r"plan\.measure is no longer there\. Give mode=compare"),
