@@ -52,8 +52,14 @@ def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
     alone = f"mode={cfg.mode}" if cfg.mode in ADVISORY_MODES else "hparams_search" if cfg.get("hparams_search") else ""
     if alone and cluster.detect_launcher() is not None:
         raise ConfigError(f"{alone} must run in a single process. Start it without torchrun or srun.")
-    if cfg.mode in ADVISORY_MODES:
-        return advise(prepare(cfg))
+    if cfg.mode == "compare":
+        from ..study.compare import compare_strategies
+
+        return compare_strategies(cfg := prepare(cfg)).show(cfg.run_dir)
+    if cfg.mode == "plan":
+        from ..plan.plan import plan_memory
+
+        return plan_memory(prepare(cfg)).show()
     if alone:
         from ..study.search import Search
 
@@ -68,18 +74,6 @@ def run_job(cfg: DictConfig, in_sweep: bool = False) -> float | None:
             "trainer.gradient_clip_val; trainer.detect_nonfinite=raise stops at the first such step."
         )
     return result.monitored
-
-
-def advise(cfg: DictConfig) -> None:
-    """Run `mode=compare` or `mode=plan` of a resolved configuration (`prepare`), and print the result."""
-    if cfg.mode == "compare":
-        from ..study.compare import compare_strategies
-
-        compare_strategies(cfg).show(cfg.run_dir)
-    else:
-        from ..plan.plan import plan_memory
-
-        plan_memory(cfg).show()
 
 
 def train(cfg: DictConfig) -> Result:
