@@ -1,18 +1,28 @@
-"""The thread that watches: ranks agree on the step to stop at, and one that waits in native code names who hangs."""
+"""The thread that watches: ranks agree on the step to stop at, and a rank or a store that hangs is named in time."""
 
 import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from lightning_fabric.plugins.environments import LightningEnvironment
+from lightning_fabric.utilities.rank_zero import rank_zero_only
+from torch.distributed import DistNetworkError, HashStore
 
 from evener.strategies.distributed import _watch as watch
+from evener.strategies.distributed import store as store_file
 from evener.strategies.distributed._watch import HeartbeatMonitor, StopAgreement
-from evener.strategies.distributed.store import RankError
+from evener.strategies.distributed.store import RankError, another_connection, base_store, wait_for
 
 WAIT_S = 60.0
 """Most seconds for what takes tenths of one."""
@@ -128,3 +138,65 @@ def test_signs_of_life_keep_nothing_of_a_step_alive(monkeypatch: pytest.MonkeyPa
     alive = [step()() is not None for _ in range(5)]
     signs.end()
     assert alive == [False] * 5
+
+
+HOST = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Generator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # `set_global_rank` sets it for the whole process
+    monkeypatch.setattr(store_file, "_own", None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", process.stdout.readline().strip())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def rank_1() -> LightningEnvironment:
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    environment.set_global_rank(1)
+    return environment
+
+
+def has_stopped(thread: Path) -> bool:
+    """Whether a thread has stopped, or has ended meanwhile."""
+    try:
+        return bool(re.search(r"\) [Tt] ", thread.read_text()))
+    except OSError:
+        return True
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while not all(map(has_stopped, Path(f"/proc/{pid}/task").glob("*/stat"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_read_from_a_frozen_host_fails(host: subprocess.Popen[str]) -> None:
+    store = base_store(rank_1(), 2.0)
+    again = another_connection(store)
+    store.set("key", "value")
+    assert wait_for(store, ["key"], 60.0)
+    freeze(host.pid)
+    for read in (lambda: store.check(["key"]), lambda: again.get("key")):
+        with pytest.raises(DistNetworkError, match="Socket Timeout"):
+            read()
+    told = r"The store at 127.0.0.1:\d+ has not answered for 2 s: .*\(rank 0\) is frozen"
+    with pytest.raises(RankError, match=told):
+        wait_for(store, ["key", "none"], 60)
