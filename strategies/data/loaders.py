@@ -57,7 +57,8 @@ class RankLoaders:
         loader = getattr(loader, "evener_original", loader)  # a `CombinedLoader` keeps those made for a rank
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return self._stream(loader, role)
-        shared = _distributed_sampler(loader)
+        samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+        shared = next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
         if shared is not None and self.batch_size_is == "global":
             raise ConfigError(
                 f"{self.strategy}: the loader's {type(shared).__name__} gives each rank its own batches, but "
@@ -69,7 +70,10 @@ class RankLoaders:
         if not managed:
             return self._stream(loader, role)
         if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
-            return self._keyed(loader, role)
+            if self.batch_size_is == "global" or self.joined > 1:
+                return self._stream(loader, role)
+            dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
+            return self._lockstep(dealt) if role == "train" else dealt
         deal = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         cut = self._divide(role) if self.batch_size_is == "global" else deal
         is_whole = partial(self.is_whole, role) if role == "evaluate" else None
@@ -115,12 +119,6 @@ class RankLoaders:
         object.__setattr__(clone, "rank_batches", batches)
         return clone
 
-    def _keyed(self, loader: DataLoader[Any], role: LoaderRole) -> Any:
-        if self.batch_size_is == "global" or self.joined > 1:
-            return self._stream(loader, role)
-        dealt = self._cut(loader, Deal(spread=False), joins=self.in_step and role != "train")
-        return self._lockstep(dealt) if role == "train" else dealt
-
     def _stream(self, loader: Any, role: LoaderRole) -> Any:
         joins = role == "train" or self.in_step  # a rank joins a step for which it has no samples
         if self.batch_size_is == "global":
@@ -145,11 +143,6 @@ class RankLoaders:
         clone.in_order = True  # shares, and the places of predictions, are known in the order of the sampler
         object.__setattr__(clone, "evener_original", loader)
         return clone
-
-
-def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    candidates = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return next((sampler for sampler in candidates if isinstance(sampler, DistributedSampler)), None)
 
 
 def source_of(loader: Any) -> Source | None:
@@ -300,12 +293,10 @@ def _unequal_parts(combined: CombinedLoader | None) -> str:
     sources = map(source_of, combined.flattened)
     parts = [sizes for one in sources if isinstance(one, RankBatches) and (sizes := one.part_sizes())]
     for step in range(max(map(len, parts), default=0)):
-        first, *others = (sizes[step % len(sizes)] for sizes in parts)
-        for sizes in others:
-            if any(mine * sum(first) != other * sum(sizes) for mine, other in zip(sizes, first, strict=True)):
-                one, other = (" + ".join(map(str, given)) for given in (first, sizes))
-                what = f"in step {step + 1}: {one} samples of one loader and {other} of another"
-                return f"the loaders combined by {combined._mode!r} give the ranks unequal parts {what}"
+        found = [sizes[step % len(sizes)] for sizes in parts]
+        if len({tuple(num / sum(sizes) for num in sizes) for sizes in found}) > 1:
+            told = " and ".join(" + ".join(map(str, sizes)) for sizes in found)
+            return f"the loaders combined by {combined._mode!r} give the ranks unequal parts in step {step + 1}: {told}"
     return ""
 
 

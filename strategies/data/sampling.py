@@ -245,19 +245,15 @@ def _drawn(units: Iterable[Unit], at_once: bool, state: Any) -> Iterator[Unit]:
         if state is None:
             return call(*args)
         with isolated(state=state):
-            drawn = call(*args)
-            state = random_state()
+            drawn, state = call(*args), random_state()
         return drawn
 
     def drawn(iterator: Iterator[Unit]) -> Generator[Unit]:
         nonlocal state
-        if (unit := draw(next, iterator, None)) is None:
-            return
+        unit = draw(next, iterator, None)
         state = random_state() if state is None and not at_once else state
-        yield unit
-        if at_once:
-            yield from iterator
-        while (unit := draw(next, iterator, None)) is not None:
+        while unit is not None:
             yield unit
+            unit = next(iterator, None) if at_once else draw(next, iterator, None)
 
     return drawn(draw(iter, units))  # at once: a loader draws the seed of its workers here

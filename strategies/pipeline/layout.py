@@ -223,24 +223,17 @@ class TimeBalance:
     def finish_step(self) -> str | None:
         """Learn that the optimizer has stepped; tells, once, when all has moved, what was measured and decided."""
         self._num_steps += 1
-        if self._num_steps == _FIRST:
-            self._measure()
+        for name in self._stages.modules(self._module) if self._num_steps == _FIRST else ():
+            self._marks[name] = []
+            part, mark = self._module.get_submodule(name), partial(self._mark, name)  # until the stages move
+            self._stages.hooks.append(part.register_forward_pre_hook(mark))
+            self._stages.hooks.append(part.register_forward_hook(mark, prepend=True))
         return self.move(self._seconds()) if self._num_steps == _LAST else None
 
-    def _measure(self) -> None:
-        """Mark each part's forward passes in training, by hooks that go when the stages move."""
-        stages = self._stages
-        for name in stages.modules(self._module):
-            marks = self._marks[name] = list[Any]()
-
-            def mark(
-                *_: Any, marks: list[Any] = marks, device: torch.device = stages.devices[stages.plan[name]]
-            ) -> None:
-                if self._module.trainer.training:
-                    marks.append(time_mark(device))
-
-            part = self._module.get_submodule(name)
-            stages.hooks += [part.register_forward_pre_hook(mark), part.register_forward_hook(mark, prepend=True)]
+    def _mark(self, name: str, *_: Any) -> None:
+        if self._module.trainer.training:
+            device = self._stages.devices[self._stages.plan[name]]
+            self._marks[name].append(time_mark(device))
 
     def _seconds(self) -> dict[str, float]:
         """Seconds per step by part, of its fastest pass: all else that runs only adds to it; the same on every rank."""
