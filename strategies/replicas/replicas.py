@@ -39,19 +39,18 @@ class Replicas:
 
     def mark_changed(self) -> None:
         """Make the next refresh copy parameters and buffers, whatever is known of writes to them."""
-        self._is_marked = True  # a write through `.data` raises no version
+        self._versions = []  # a write through `.data` raises no version
 
     def refresh(self) -> bool:
         """Copy what changed on the root since the last refresh; returns whether the copies had to be rebuilt."""
         if self._structure != self._read_structure():
             self._make()
             return True
-        now = self._read_versions()  # also where it is marked: a step may call a submodule twice
-        if self._is_marked or now != self._versions:
+        if self._versions != (now := self._read_versions()):
             write(self._parameters, self._parameter_copies)
             if self._slots:
                 self._refresh_buffers()
-            self._versions, self._is_marked = now, False
+            self._versions = now  # else a second call in a step would write to what its graph has saved
         flags, frozen = self._read_flags(), [not parameter.requires_grad for parameter in self._parameters]
         if flags != self._flags or any([copy.is_leaf for copy in own] != frozen for own in self._parameter_copies):
             self._follow()
@@ -84,7 +83,7 @@ class Replicas:
         self._follow()
         buffers = [(module, name, one) for module in self._modules for name, one in module._buffers.items()]
         self._slots = [(module, name) for module, name, one in buffers if one is not None]
-        self._versions, self._is_marked = self._read_versions(), False
+        self._versions = self._read_versions()
         self._known = [module.__dict__.copy() for module in self._modules]
 
     def _read_structure(self) -> Any:
