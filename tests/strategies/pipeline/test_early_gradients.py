@@ -168,30 +168,19 @@ class Scaled(nn.Module):
         return x if self.is_off else x * (2 if self.training else 3)
 
 
-class SettingNet(Net):
-    """Sets something for its first call of the layers, and sets it back."""
+class SwitchingNet(Net):
+    """Switches layers off for its first call, as adapters are for the reference of preference optimization."""
 
-    def __init__(self, sets: Callable[["SettingNet", bool], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 6), Scaled(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3), Scaled())
-        self.other = nn.Linear(6, 3)
-        self.sets = sets
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = self.read(batch)
-        self.sets(self, True)
+        self.net[1].is_off = self.net[5].is_off = True
         first = self.net(x)
-        self.sets(self, False)
-        return cross_entropy(self.net(x), y) + first.square().mean() + self.other.weight.square().mean()
-
-
-def switched_off(m: SettingNet, is_set: bool) -> None:
-    """As adapters are for the reference of preference optimization."""
-    m.net[1].is_off = m.net[5].is_off = is_set
-
-
-def exchanged(m: SettingNet, is_set: bool) -> None:
-    m.net[4], m.other = m.other, m.net[4]
+        self.net[1].is_off = self.net[5].is_off = False
+        return cross_entropy(self.net(x), y) + first.square().mean()
 
 
 class FunctionalNet(Net):
@@ -220,8 +209,7 @@ def transformed(m: Net, x: Tensor, y: Tensor) -> Tensor:
 MODULES: dict[str, Callable[[], Net]] = {
     "kept in a list": lambda: KeepingNet(True),
     "kept as an attribute": lambda: KeepingNet(False),
-    "layers switched off": lambda: SettingNet(switched_off),
-    "layers exchanged": lambda: SettingNet(exchanged),
+    "layers switched off": SwitchingNet,
     "other weights": lambda: FunctionalNet(with_other_weights),
     "torch.func": lambda: FunctionalNet(transformed),
 }

@@ -1,6 +1,5 @@
 """strategy=model_parallel: placement, micro-batches, parity beyond test_parity.py, and refusals."""
 
-import logging
 import threading
 import weakref
 from functools import partial
@@ -76,29 +75,6 @@ def test_gradient_scaler_skips_the_step_of_all_stages_when_one_overflows() -> No
     assert plugin.scaler.get_scale() == 32.0
 
 
-class NormNet(Net):
-    """Batch statistics, which one sample has not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-
-
-def test_no_micro_batch_of_one_sample_where_batches_are_normalised() -> None:
-    # 3 samples in 3 micro-batches: 1 1 1 would fail; they are merged
-    run(Case(NormNet, num=3, batch_size=3), ModelParallelStrategy(num_microbatches=3), devices=2)
-
-
-def test_the_plan_is_told_once_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        module = make_module(DEEP)
-        trainer = fit(DEEP, module, ModelParallelStrategy())
-        trainer.test(module, DEEP.loader(), verbose=False)
-    told = [record.getMessage() for record in caplog.records if "DeepNet in 2 stages: " in record.getMessage()]
-    lines = "net.enter, net.blocks.0, net.blocks.1 on cpu | net.blocks.2, net.blocks.3, net.leave on cpu"
-    assert [line.removeprefix("DeepNet in 2 stages: ") for line in told] == [lines]
-
-
 def test_fit_leaves_no_hook_no_thread_and_no_graph_behind() -> None:
     module = make_module(DEEP)
     outputs: list[Any] = []
@@ -171,12 +147,8 @@ def test_values_of_old_configurations_that_change_nothing_are_read() -> None:
         ({"partition": "half"}, "partition=half is not allowed. Give auto or a list"),
         ({"partition": ["net.3"]}, r"Net has no module 'net\.3'; the nearest are net\.2"),
         ({"num_microbatches": 0}, "num_microbatches=0 is not allowed. Give a whole number >= 1"),
-        ({"output_device": "middle"}, "output_device=middle is not allowed. Give last or first"),
-        ({"optimizer_copies": -1}, "optimizer_copies=-1 is not allowed. Give a number >= 0"),
         ({"loss_reduction": "sum"}, "model_parallel: loss_reduction is no longer there. Leave it out"),
         ({"profile_activations": True}, "profile_activations is no longer there. Leave it out: set balance=time"),
-        ({"overlap": "threads"}, "overlap is no longer there. Leave it out"),
-        ({"balance": "flops"}, "balance=flops is not allowed. Give memory or time"),
         ({"balance": "time"}, "balance=time with num_microbatches=1"),
         ({"balance": "time", "num_microbatches": 2, "deterministic": True}, "Set num_microbatches=2 or more and"),
         ({"balance": "time", "num_microbatches": 2, "partition": ["net.1"]}, "says where the module is cut"),

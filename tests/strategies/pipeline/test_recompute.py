@@ -118,64 +118,40 @@ def test_a_forward_pass_keeps_the_boundaries_alone() -> None:
     assert kept_bytes("except_last", chain, x) == 2 * boundary + inside + loss
 
 
-class Adds(nn.Module):
-    """Writes to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x.mul_(2))))
-
-
-class Drops(Adds):
+class Drops(PlainBlock):
     """Has not saved its input, to which its result is added."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(nn.functional.dropout(x, 0.5)))
+        return self.down(self.up(self.drop(x)))
 
 
 class Residual(Net):
     """Adds a block's result to its input in place."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.block, self.head, self.second = block, nn.Linear(4, 3), nn.Sequential(PlainBlock(), PlainBlock())
+        self.block, self.head, self.second = Drops(), nn.Linear(4, 3), nn.Sequential(PlainBlock(), PlainBlock())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone()
-        x += self.block(x * 1.0 if type(self.block) is Adds else x)
+        x += self.block(x)
         return self.head(self.second(x))
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [(Adds, "Adds has an input that was written to"), (Drops, "Drops has an input that was written to")],
-)
-def test_inputs_that_change_are_refused_before_the_first_step(block: Any, message: str) -> None:
-    case = Case(lambda: Residual(block()), num=8)
+def test_inputs_that_change_are_refused_before_the_first_step() -> None:
+    case = Case(Residual, num=8)
     run(case, SingleDeviceStrategy())
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="Drops has an input that was written to"):
         run(case, SingleDeviceStrategy(recompute="always"))
 
 
-@pytest.mark.parametrize(
-    ("first", "writes", "message"),
-    [
-        (PlainBlock, True, r"PlainBlock has a parameter \(down.bias\) that was written to"),
-        (Block, False, "Block has a tensor that was written to in or after its forward pass"),  # a large buffer
-    ],
-)
-def test_what_is_written_to_before_the_backward_pass_is_refused(first: Any, writes: bool, message: str) -> None:
-    module = nn.Sequential(first(), PlainBlock())
-    module[0].total = torch.zeros(2**16 + 1)
+def test_what_is_written_to_before_the_backward_pass_is_refused() -> None:
+    module = nn.Sequential(PlainBlock(), PlainBlock())
     Recompute("always", "test").install(module)
     loss = module(torch.ones(2, 4)).sum()
-    if writes:
-        with torch.no_grad():
-            module[0].down.bias.add_(1)
-    with pytest.raises(ConfigError, match=message):
+    with torch.no_grad():
+        module[0].down.bias.add_(1)
+    with pytest.raises(ConfigError, match=r"PlainBlock has a parameter \(down.bias\) that was written to"):
         loss.backward()
 
 
