@@ -7,7 +7,7 @@ ranks                  each computes it on everybody's rows, its own with a grap
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeAlias
+from typing import Any, ParamSpec, Protocol
 
 import pytorch_lightning as pl
 import torch
@@ -21,12 +21,14 @@ from .meeting import seat
 
 P = ParamSpec("P")
 
-Rows: TypeAlias = Sequence[Tensor]
-"""Tensors with the rows of a part."""
-
 
 class Ranks(Protocol):
     """This rank among those that have a part of the same batch."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        ...
 
     def is_part(self) -> bool:
         """Whether other ranks may have samples of the batch that this rank's step is given."""
@@ -40,13 +42,8 @@ class Ranks(Protocol):
         """The fraction by which this rank's gradients count in the global batch's; asked in the backward pass."""
         ...
 
-    def gather(self, rows: Rows) -> list[list[Tensor]]:
+    def gather(self, rows: Sequence[Tensor]) -> list[list[Tensor]]:
         """The tensors of all ranks, without graphs, by rank; of any number of rows. This rank's are at `rank`."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
         ...
 
 
@@ -152,61 +149,41 @@ def verify_no_step_end(module: pl.LightningModule) -> None:
 
 
 def _whole(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    here = seat()
-    if here is None:
-        is_cut = bool(_ranks) and _ranks[-1].is_part()
-        return _combine({0: (fn, args, kwargs)})[0] if is_cut else fn(*args, **kwargs)
-    return here.meet(f"over_batch({_name(fn)})", (fn, args, kwargs), _combine)
+    here, given = seat(), {**dict(enumerate(args)), **kwargs}
+    if here is not None:
+        name = getattr(fn.func if isinstance(fn, partial) else fn, "__name__", type(fn).__name__)
+        return here.meet(f"over_batch({name})", (fn, given), _combine)
+    is_cut = bool(_ranks) and _ranks[-1].is_part()
+    return _combine({0: (fn, given)})[0] if is_cut else fn(*args, **kwargs)
 
 
 def _combine(brought: Mapping[int, Any]) -> Mapping[int, Any]:
     """Compute a function of the batch for the parts that have met: once, on the device of the first.
 
     Args:
-        brought: the function and its arguments, by part of this process.
+        brought: the function and its arguments, by their numbers and names, by part of this process.
     """
-    fn, *values = brought[min(brought)]
-    places = [(i, key) for i, held in enumerate(values) for key, value in _items(held) if _is_rows(value)]
+    fn, given = brought[min(brought)]
+    places = [
+        place
+        for place, value in given.items()
+        if isinstance(value, Tensor) and value.dim() and not isinstance(value, nn.Parameter)
+    ]
     ranks = _ranks[-1] if _ranks and _ranks[-1].is_part() else None
-    counts = ranks is None or ranks.counts()
-    parts = {part: [given[1:][i][key] for i, key in places] for part, given in brought.items()}
+    parts = {part: [own[place] for place in places] for part, (_, own) in brought.items()}
     columns = [[rows.to(column[0].device) for rows in column] for column in zip(*parts.values(), strict=True)]
-    if not counts:
-        columns = [[rows[:0] for rows in column] for column in columns]
-    if ranks is not None:  # those of other ranks have no graphs
+    if ranks is not None:
+        if not ranks.counts():
+            columns = [[rows[:0] for rows in column] for column in columns]
         gathered, rank = ranks.gather([torch.cat(column).detach() for column in columns]), ranks.rank
-        for own, everyones in zip(columns, gathered, strict=True):
-            own[:] = [*everyones[:rank], *(_own_rows(rows, ranks.share) for rows in own), *everyones[rank + 1 :]]
-    args, kwargs = _replaced(values, places, [torch.cat(column) for column in columns])
-    value = fn(*args, **kwargs)
+        for own, everyones in zip(columns, gathered, strict=True):  # those of other ranks have no graphs
+            has_graph = torch.is_grad_enabled() and any(rows.requires_grad for rows in own)
+            mine: Any = [_OwnRows.apply(rows, ranks.share) for rows in own] if has_graph else own
+            own[:] = [*everyones[:rank], *mine, *everyones[rank + 1 :]]
+    given = given | {place: torch.cat(column) for place, column in zip(places, columns, strict=True)}
+    args = (value for place, value in given.items() if not isinstance(place, str))
+    value = fn(*args, **{place: value for place, value in given.items() if isinstance(place, str)})
     return {part: value.to(rows[0].device) if rows else value for part, rows in parts.items()}
-
-
-def _own_rows(rows: Tensor, share: Callable[[], Tensor | float]) -> Tensor:
-    """A part's own rows among those of others, which have no graph; see `_OwnRows`."""
-    if not (rows.requires_grad and torch.is_grad_enabled()):
-        return rows
-    return _OwnRows.apply(rows, share)  # pyright: ignore[reportReturnType]  # untyped in torch
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and not isinstance(value, nn.Parameter)
-
-
-def _items(held: Any) -> Any:
-    return held.items() if isinstance(held, Mapping) else enumerate(held)
-
-
-def _replaced(held: Sequence[Any], places: Sequence[tuple[int, Any]], values: Sequence[Any]) -> list[Any]:
-    """Positional and keyword arguments with some of them replaced."""
-    new: list[Any] = [list(held[0]), dict(held[1])]
-    for (i, key), value in zip(places, values, strict=True):
-        new[i][key] = value
-    return new
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn.func if isinstance(fn, partial) else fn, "__name__", type(fn).__name__)
 
 
 def mean(values: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -27,11 +27,7 @@ class Policy:
         raise NotImplementedError
 
     def verify(self, num_parts: int, strategy: str) -> None:
-        """Refuse options that can't be honoured for `num_parts` parts.
-
-        Raises:
-            ConfigError: an option is invalid; the message begins with the strategy's name.
-        """
+        """Refuse options that can't be honoured for `num_parts` parts."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,9 @@ class Even(Policy):
 
 @dataclass(frozen=True)
 class FirstChunk(Policy):
-    """A fixed, small first part, so that the first device has room for what it alone holds.
+    """A first part of `size` samples, so that its device has room for what it alone holds; the others share the rest.
 
-    The others share the rest evenly. A single part takes the whole batch.
-
-    Args:
-        size: samples of the first part; 0 leaves it empty.
+    A single part takes the whole batch.
     """
 
     size: int
@@ -66,12 +59,9 @@ class FirstChunk(Policy):
 
 @dataclass(frozen=True)
 class Weighted(Policy):
-    """Parts in proportion to weights, each within one sample of its exact share.
+    """Parts in proportion to weights in any unit, each within one sample of its share; one of weight 0 is empty.
 
-    Source: the method of largest remainders (Hamilton's). Ties go to the earlier part. A part of weight 0 is empty.
-
-    Args:
-        weights: one per part, in any unit (samples per second, for example); none negative, not all zero.
+    Source: the method of largest remainders (Hamilton's). Ties go to the earlier part.
     """
 
     weights: tuple[float, ...]
@@ -100,10 +90,7 @@ class Weighted(Policy):
 
 
 def without_single_samples(sizes: Sequence[int]) -> list[int]:
-    """Merge parts of one sample into others, for layers that need two (BatchNorm in train mode).
-
-    A part of one sample gives it to the smallest other part that is not empty; a batch of one sample stays so.
-    """
+    """Give the sample of each part of one to the smallest other that has some, for layers that need two (BatchNorm)."""
     merged = list(sizes)
     for part, size in enumerate(sizes):
         others = [other for other in range(len(merged)) if other != part and merged[other] > 0]

@@ -43,8 +43,8 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     """The named parts of a structure; None for a leaf."""
     if isinstance(value, PackedSequence):
         return None  # a namedtuple, but its rows are time steps
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(name, getattr(value, name)) for name in value._fields]  # pyright: ignore[reportAttributeAccessIssue]  # a namedtuple
+    if (names := getattr(value, "_fields", None)) is not None and isinstance(value, tuple):
+        return list(zip(names, value, strict=True))
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if isinstance(value, Mapping):
