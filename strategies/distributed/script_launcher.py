@@ -1,8 +1,8 @@
 """Start the processes of a plain script or notebook from `fit`, and bring back what rank 0 has done.
 
 Objects that the script has (the trainer, the module's layers and parameters, callbacks, loggers) are *known*: each side
-makes the same list of them by name. Rank 0 pickles their attributes; where an attribute refers to a known object, its
-name travels instead of the object, and the script's own object takes its place.
+makes the same list of them. Rank 0 pickles their attributes; where an attribute refers to a known object, its number
+travels instead of the object, and the script's own object takes its place.
 """
 
 import io
@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from lightning_fabric.strategies.launchers.multiprocessing import _disable_modul
 from lightning_fabric.utilities import move_data_to_device
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
-from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.loop import _Loop
 from pytorch_lightning.loops.progress import _BaseProgress
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
@@ -52,13 +51,6 @@ POLL_S = 0.1  # between two looks at the processes, at most; the end of one is s
 END_S, STOP_S = 3.0, 300.0  # from SIGTERM to a rank's end where another one has failed, and where it saves
 STOPS_ALONE = 128 + signal.SIGTERM  # exit status of a rank that has stopped by a signal, without the others
 
-_OF_LIGHTNING = {
-    "trainer": ("callbacks", "state", "should_stop"),
-    "metrics": ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter"),
-    "strategy": ("optimizers", "lr_scheduler_configs"),
-    "precision": ("scaler",),
-}
-"""Known objects of Lightning, and their attributes that a run changes."""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _INTERNAL = {*vars(pl.LightningModule())}.difference(
     _REGISTERED, ("_non_persistent_buffers_set", "training", "_hparams")
@@ -192,83 +184,81 @@ class ScriptLauncher(_Launcher):
             sys.exit(1)
 
 
-def known_objects(trainer: pl.Trainer, given: Any) -> dict[str, Any]:
-    """List by name, the last of those below, what a script has before its ranks start, and has `given` to `fit`."""
+Known: TypeAlias = list[tuple[Any, Sequence[str] | None]]
+"""Objects, each with the names of its attributes that a run changes; None for whatever there are."""
+
+
+def known_objects(trainer: pl.Trainer, given: Any) -> Known:
+    """List, in one order on both sides, what a script has before its ranks start, and has `given` to `fit`."""
     module = trainer.lightning_module
-    named: dict[str, Any] = {
-        **{f"given {i}": one for i, one in enumerate(tree_leaves(given)) if hasattr(one, "__dict__")},
-        "trainer": trainer,
-        "metrics": trainer._logger_connector,
-        "strategy": trainer.strategy,
-        "precision": trainer.precision_plugin,
-        **{f"loop {name}": loop for name, loop in _loops(trainer)},
-        **{f"module {name}": child for name, child in module.named_modules()},
-        **{f"parameter {name}": parameter for name, parameter in module.named_parameters()},
-        **{f"callback {i}": callback for i, callback in enumerate(callbacks_of(trainer))},
-        **{f"logger {i}": logger for i, logger in enumerate(trainer.loggers)},
-    }
-    names = {id(value): name for name, value in named.items()}
-    return {name: named[name] for name in names.values()}
+    metrics = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter")
+    whole = (*_loops(trainer), *module.modules(), *module.parameters(), *callbacks_of(trainer), *trainer.loggers)
+    known: Known = [
+        *((one, ()) for one in tree_leaves(given) if hasattr(one, "__dict__")),
+        (trainer, ("callbacks", "state", "should_stop")),
+        (trainer._logger_connector, metrics),
+        (trainer.strategy, ("optimizers", "lr_scheduler_configs")),
+        (trainer.precision_plugin, ("scaler",)),
+        *((one, None) for one in whole),
+    ]
+    return [*{id(one): (one, names) for one, names in known}.values()]
 
 
-def _loops(owner: object, before: str = "") -> Iterator[tuple[str, _Loop]]:
-    for name, loop in vars(owner).items():
+def _loops(owner: object) -> Iterator[_Loop]:
+    for loop in vars(owner).values():
         if isinstance(loop, _Loop):
-            yield before + name, loop
-            yield from _loops(loop, f"{before}{name}.")
+            yield loop
+            yield from _loops(loop)
 
 
-def pack(trainer: pl.Trainer, known: Mapping[str, Any], results: Any) -> bytes:
+def pack(trainer: pl.Trainer, known: Known, results: Any) -> bytes:
     """Write down, in rank 0, what its run has changed of known objects; without what can't be pickled."""
-    ids = {id(value): name for name, value in known.items()}
+    ids = {id(one): number for number, (one, _) in enumerate(known)}
     _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # which collects them
-    attributes, weights, lost = dict[str, Any](), dict[str, Any](), list[str]()
-    for name, value in known.items():
-        if isinstance(value, nn.Parameter):
-            weights[name] = value.detach(), value.requires_grad
+    attributes, weights, lost = dict[int, Any](), dict[int, Any](), list[str]()
+    for number, (one, names) in enumerate(known):
+        if isinstance(one, nn.Parameter):
+            weights[number] = one.detach(), one.requires_grad
             continue
-        found = _changed(name, value)
-        attributes[name] = {key: item for key, item in found.items() if _pickles(item, ids)}
-        if name in _OF_LIGHTNING or type(value).__module__.partition(".")[0] not in _LIBRARIES:
-            lost += [f"{type(value).__name__}.{key}" for key in found if key not in attributes[name]]
+        found = _changed(one, names)
+        attributes[number] = {key: item for key, item in found.items() if _pickles(item, ids)}
+        if names or type(one).__module__.partition(".")[0] not in _LIBRARIES:
+            lost += [f"{type(one).__name__}.{key}" for key in found if key not in attributes[number]]
     results = move_data_to_device(results, torch.device("cpu"))
     return _dumps((attributes, weights, rng.random_state(), results, lost), ids)
 
 
-def _changed(name: str, value: Any) -> dict[str, Any]:
+def _changed(one: Any, names: Sequence[str] | None) -> dict[str, Any]:
     """The attributes of a known object that a run may have changed; the methods that it was given are the script's."""
-    own = vars(value)
-    if name in _OF_LIGHTNING:
-        return {key: getattr(value, key) for key in _OF_LIGHTNING[name] if hasattr(value, key)}
-    if isinstance(value, _Loop):
-        plain, named = (_BaseProgress, bool, int, float), getattr(value, "brought_back", ())
-        return {key: item for key, item in own.items() if isinstance(item, plain) or key in named}
-    if not isinstance(value, (nn.Module, pl.Callback, Logger)):
-        return {}
-    return {key: item for key, item in own.items() if key not in _INTERNAL and not isinstance(item, MethodType)}
+    if names is not None:
+        return {key: getattr(one, key) for key in names if hasattr(one, key)}
+    if isinstance(one, _Loop):
+        plain, named = (_BaseProgress, bool, int, float), getattr(one, "brought_back", ())
+        return {key: item for key, item in vars(one).items() if isinstance(item, plain) or key in named}
+    return {key: item for key, item in vars(one).items() if key not in _INTERNAL and not isinstance(item, MethodType)}
 
 
-def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
+def unpack(trainer: pl.Trainer, known: Known, packed: bytes) -> Any:
     """Bring a script's known objects to the state of rank 0's; return what the trainer returned there."""
     unpickler = pickle.Unpickler(io.BytesIO(packed))
-    unpickler.persistent_load = known.__getitem__
+    unpickler.persistent_load = [one for one, _ in known].__getitem__
     attributes, weights, random_state, results, lost = unpickler.load()
-    for name, (data, requires_grad) in weights.items():
-        known[name].grad = None
-        known[name].data = data
-        known[name].requires_grad_(requires_grad)
+    for number, (data, requires_grad) in weights.items():
+        parameter = known[number][0]
+        parameter.grad, parameter.data = None, data
+        parameter.requires_grad_(requires_grad)
     module = trainer.lightning_module
     module.trainer = trainer
     trainer.strategy.connect(module)
-    for name, found in attributes.items():
-        owner = known[name]
-        if name in _OF_LIGHTNING:  # some are properties
-            for key, value in found.items():
-                setattr(owner, key, value)
-            continue
+    for number, found in attributes.items():
+        owner, names = known[number]
         for key in (key for space in _REGISTERED for key in found.get(space, ())):
             vars(owner).pop(key, None)  # a layer has taken the place of an attribute that was None, say
-        vars(owner).update(found)
+        for key, value in found.items():
+            if names is None:
+                vars(owner)[key] = value
+            else:  # some are properties
+                setattr(owner, key, value)
     rng.set_random_state(random_state)
     if lost:
         rank_zero_warn(
@@ -278,7 +268,7 @@ def unpack(trainer: pl.Trainer, known: Mapping[str, Any], packed: bytes) -> Any:
     return results
 
 
-def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
+def _dumps(value: Any, ids: Mapping[int, int]) -> bytes:
     file = io.BytesIO()
     pickler = pickle.Pickler(file)
     pickler.persistent_id = lambda one: ids.get(id(one))
@@ -286,7 +276,7 @@ def _dumps(value: Any, ids: Mapping[int, str]) -> bytes:
     return file.getvalue()
 
 
-def _pickles(value: Any, ids: Mapping[int, str]) -> bool:
+def _pickles(value: Any, ids: Mapping[int, int]) -> bool:
     try:
         _dumps(value, ids)
     except Exception:  # noqa: BLE001  # anything that a user's __reduce__ raises
