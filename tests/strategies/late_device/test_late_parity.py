@@ -148,7 +148,7 @@ CORPUS = {
         "GraphClassifier": "equal",  # a batch of a class of the user's, which waits on the host
         "DQN": "equal",  # a stream: its first batch is verified, which waits on the host; whole, for it writes weights
     },
-    "dp": {"FocalByPositives": "equal", "Detection": "equal", "TrainLosses": "equal"},
+    "dp": {"FocalByPositives": "equal", "Detection": "equal"},
     "fsdp": {
         "WideAndDeep": "equal",
         "ClassWeighted": "equal",
