@@ -1,7 +1,6 @@
-"""Record the calls of metrics in the parts of a batch, and make each once for the whole batch.
+"""Record the calls of metrics in the parts of a batch, and make each once for the whole batch, when the step has ended.
 
-part 1   accuracy(out[:5], y[:5])  → a stand-in ┐
-part 2   accuracy(out[5:], y[5:])  → a stand-in ┴→ accuracy(out, y), once the step has ended: the stand-ins' value
+Until then stand-ins take the place of what the calls return.
 """
 
 from collections import Counter
@@ -26,8 +25,6 @@ from .structure import Path
 
 Given: TypeAlias = dict[int | str, Any]
 """Arguments of a call by place or name."""
-WholeLoss = Callable[[Sequence[Any], Sequence[int]], Any]
-"""The loss of the whole batch, if values of these parts are theirs; else None."""
 
 T = TypeVar("T")
 
@@ -115,8 +112,11 @@ class PartMetrics:
                 return own(*args, **kwargs)
         return stand_in
 
-    def replay(self, loss: WholeLoss) -> dict[Hashable, Given]:
-        """Call the metrics as the parts have, once for the whole batch, and return what they are given."""
+    def replay(self, loss: Callable[[Sequence[Any], Sequence[int]], Any]) -> dict[Hashable, Given]:
+        """Call the metrics as the parts have, once for the whole batch, and return what they are given.
+
+        `loss` returns that of the whole batch, if values of these parts are theirs; else None.
+        """
         calls, self._made = self._made, []
         groups = grouped(calls, lambda call: (self._numbers[id(call.metric)], call.method)) if any(calls) else {}
         if self._is_alone:
@@ -131,7 +131,7 @@ class PartMetrics:
                     one.known = value if name is None else value[name]
         return joined
 
-    def _joined(self, key: Hashable, calls: Sequence[_Call], loss: WholeLoss) -> Given:
+    def _joined(self, key: Hashable, calls: Sequence[_Call], loss: Callable[..., Any]) -> Given:
         """The arguments that the whole batch has, of those of its parts."""
         names, parts, first = calls[0].given, [call.part for call in calls], self._devices[0]
         sizes, own = [self._sizes[part] for part in parts], self._devices[parts[0]]

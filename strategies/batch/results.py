@@ -1,11 +1,6 @@
-"""Join what the parts of batches return, or append to lists, to what one device has for the whole batches.
+"""Join what the parts of batches return, append to lists, or give metrics to what one device has for whole batches.
 
-tensor, array        rows of all parts, unless their number is one whatever the samples are
-list                 elements of all parts; a structure, if its length is one number whatever the samples are
-dict, tuple          each value by itself
-fraction             mean over the samples
-number of samples    sum; so is every whole number in lists, but for what is the same in all parts
-anything else        what it is in all parts
+Rows and elements of lists are joined, dictionaries and tuples by each value; fractions are means, counts add up.
 """
 
 import builtins
@@ -261,7 +256,7 @@ def join_evaluated(
 ) -> tuple[Any, ChunkLosses | None]:
     """Join what a step of evaluation returned for each chunk; returns the losses, too, if it returned these."""
     joined = results.join(outputs, sizes, device)
-    if not all(losses_in(output) and not losses_in(output)[0].dim() for output in outputs):
+    if not all(own and not own[0].dim() for own in map(losses_in, outputs)):
         return joined, None
     losses = chunk_losses(outputs, sizes, strategy)
     loss = losses.combine(device)

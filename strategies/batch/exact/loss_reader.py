@@ -1,12 +1,7 @@
 """Give the losses of parts of a batch the gradients that they have in the whole batch's loss.
 
-A loss is a program (`programs.py`) of numbers that reduce the batch, its leaves: L = f(l_1, ..., l_n). With m_j leaf j
-of the whole batch, merged of those of the parts, the gradient that enters leaf j of part p is df/dl_j(m) * w_pj, where
-w_pj is the part's fraction of a mean, 1 for a sum, its share for what all parts have alike.
-
-by samples     a mean over samples: nothing is read in a step
-one weight     the whole loss counts by one leaf, as by a `loss_weight`: beside the loss, under the key `FOUND`
-all leaves     the loss counts by samples, and the gradients of its leaves are put in their place (`Part.scale`)
+A loss is a program of leaves, f(l_1, ..., l_n). With m_j leaf j of the whole batch, the gradient that enters leaf j of
+part p is df/dl_j(m) * w_pj: its fraction of a mean, 1 for a sum, its share for what is alike in all parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,11 +38,8 @@ class Part:
         if plan.program is not None:
             rows = tape.rows(plan.program, loss.device)
             self.rows = rows if num else torch.zeros_like(rows)
-            self._numbers = {
-                j: entry.node
-                for j, leaf in enumerate(plan.program.leaves)
-                if leaf.grad and (entry := tape.by_site.get(leaf.site)) is not None
-            }
+            nodes = {j: tape.found(leaf) for j, leaf in enumerate(plan.program.leaves) if leaf.grad}
+            self._numbers = {j: found[1] for j, found in nodes.items() if found is not None}
 
     @property
     def weight(self) -> Tensor | float:
@@ -66,10 +58,7 @@ class Part:
             self._keep(node, partial(_none_without, weight))
 
     def scale(self, merged: Tensor, share: float) -> None:
-        """Put the whole batch's gradients of the leaves in the place of the part's; call it before backward.
-
-        `merged` are the leaves of the whole batch, and `share` is what this part's loss is multiplied by in its loss.
-        """
+        """Put the whole batch's gradients of its leaves in the place of the part's, whose loss counts by its share."""
         assert self.plan.program is not None
         upstream, nodes, program = list[Tensor | None](), self._leaves(), self.plan.program
         self._keep(self.loss.grad_fn, partial(_noted, upstream))
@@ -108,27 +97,16 @@ def graph(loss: Tensor, ends: "set[int] | None" = None) -> Iterator[Any]:
 
 
 class LossReader:
-    """Follows the plans of a run's losses; `strategy` is the name that begins messages.
-
-    Attributes:
-        plan: of the loss that a step returns.
-        parts: of the step in hand.
-        merged: the leaves of the global batch's loss, where it is no mean of those of parts.
-        counts: whether this process has samples of the batch.
-        num_whole: samples of the global batch; None if all of them are here.
-        values: how logged values follow from those of parts.
-        sum_over_ranks: sums a tensor of shape (n,) over the ranks, each of which calls it; None for one process.
-    """
+    """Follows the plan of a run's losses, and `values`, how those logged follow; `strategy` begins messages."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
-        self.plan = OF_SAMPLES
-        self.parts: list[Part] = []
-        self.merged: Tensor | None = None
+        self.plan, self.values = OF_SAMPLES, Values()
+        self.parts: list[Part] = []  # of the step in hand
+        self.merged: Tensor | None = None  # the leaves of the global batch's loss, if it is no mean of those of parts
         self.counts = True
-        self.num_whole: float | None = None
-        self.values = Values()
-        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.num_whole: float | None = None  # samples of the global batch, unless all of them are here
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # of a tensor of shape (n,); all ranks call it
         self._is_seen = True
 
     def take(self, plan: Plan, module: Any) -> None:

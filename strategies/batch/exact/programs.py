@@ -31,7 +31,7 @@ RETURNED = "the loss"
 """Stands for the name of the loss that a training step returns, which need not be logged."""
 
 _MOST_ELEMENTS = 1024
-_ARITHMETIC = tuple(f"aten.{name}.Tensor" for name in ("add", "sub", "rsub", "mul", "div"))
+_ARITHMETIC = {f"aten.{name}.Tensor" for name in ("add", "sub", "rsub", "mul", "div")}
 _NEAR = 6
 """Operations after which it no longer matters that the data have chosen rows."""
 _PICKS = ("aten.index.", "aten.masked_select", "aten.nonzero")
@@ -178,9 +178,11 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, programs: Programs | None = None) -> None:
         super().__init__()
-        wanted = {leaf.site for program in (programs or {}).values() for leaf in program.leaves}
-        self._wanted = None if programs is None else wanted
-        self._heads = {site[: 1 + (site[1:2] == (NUMBER,))] for site in wanted}
+        self._records_all, self._wanted = programs is None, dict[Site, list[Leaf]]()
+        for leaf in {leaf for program in (programs or {}).values() for leaf in program.leaves}:
+            self._wanted.setdefault(leaf.site, []).append(leaf)
+        self._heads = {site[: 1 + (site[1:2] == (NUMBER,))] for site in self._wanted}
+        self._found: dict[Leaf, tuple[Tensor, int]] = {}
         self._counts = Counter[Site]()
         self._frames = list[FrameType]()
         self.entries, self.by_site = list[Entry](), dict[Site, Entry]()
@@ -213,7 +215,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         by_number = name in _ARITHMETIC and any(isinstance(arg, (int, float)) for arg in args[:2])
         head = (name, NUMBER) if by_number else (name,)
-        if self._wanted is None or head in self._heads:
+        if self._records_all or head in self._heads:
             self._record(head, func, args, kwargs, result)
         return result
 
@@ -235,10 +237,18 @@ class Tape(TorchDispatchMode):
         called: Site = tuple(lines)
         site: Site = (*called, self._counts[called])
         self._counts[called] += 1
-        if self._wanted is not None and site not in self._wanted:
+        if not self._records_all and site not in self._wanted:
             return
         flat, spec = tree_flatten((args, kwargs))
         results: list[Any] = tree_leaves(result)
+        # the number of the node that is under way, if gradients go through it
+        node: int = torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
+        for leaf in self._wanted.get(site, ()):
+            value = results[-leaf.slot - 1] if leaf.slot < 0 else flat[leaf.slot]
+            count = _count(func, args, kwargs, results) if leaf.how == "mean" else 1.0
+            self._found[leaf] = _row(value, count, results), node
+        if not self._records_all:
+            return
         given = [self._maker(arg) or _small(arg) if isinstance(arg, Tensor) else arg for arg in flat]
         shapes, made = ([tuple(x.shape) if isinstance(x, Tensor) else None for x in some] for some in (flat, results))
         has_grad = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in flat)
@@ -247,22 +257,15 @@ class Tape(TorchDispatchMode):
         picked = _NEAR * (head[0].startswith(_PICKS) and picks)
         picked = max([picked, *(self.entries[ref.op].picked - 1 for ref in given if isinstance(ref, Ref))])
         count, copies = _small(_count(func, args, kwargs, results)), list(map(_small, results))
-        # the number of the node that is under way, if gradients go through it
-        node: int = torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
         entry = Entry(site, spec, given, shapes, copies, made, count, has_grad, node, picked)
         self.by_site[site] = entry
-        if self._wanted is None:
-            self._follow(entry, flat, results)
-
-    def _follow(self, entry: Entry, flat: list[Any], results: list[Any]) -> None:
-        """Know what has made the results, but for what may be memory of gathered parameters."""
         self.entries.append(entry)
         self._kept.append(results)
         unknown = [arg for arg, ref in zip(flat, entry.args, strict=True) if not isinstance(ref, Ref)]
         freed = {_address(arg)[0] for arg in unknown if self._frees and isinstance(arg, Tensor) and _address(arg)}
         for k, one in enumerate(results):
             if isinstance(one, Tensor) and not (freed and _address(one) and _address(one)[0] in freed):
-                self._makers[_address(one), entry.has_grad] = Ref(len(self.entries) - 1, k)
+                self._makers[_address(one), has_grad] = Ref(len(self.entries) - 1, k)
             elif isinstance(one, float) and isinstance(entry.args[0], Ref):  # item()
                 self._numbers[one] = entry.args[0]
 
@@ -279,7 +282,7 @@ class Tape(TorchDispatchMode):
 
     def rows(self, program: Program, device: torch.device | None = None) -> Tensor:
         """The rows of a program's leaves; zeros of those that were not computed."""
-        found = [self.row(leaf) for leaf in program.leaves]
+        found = [own and own[0] for own in map(self.found, program.leaves)]
         device = device or next((row.device for row in found if row is not None), torch.device("cpu"))
         return torch.cat([
             torch.zeros(leaf.size, dtype=precise_dtype(device), device=device)
@@ -288,20 +291,12 @@ class Tape(TorchDispatchMode):
             for leaf, row in zip(program.leaves, found, strict=True)
         ])  # fmt: skip
 
-    def row(self, leaf: Leaf) -> Tensor | None:
-        """The row of a leaf; None if it was not computed."""
+    def found(self, leaf: Leaf) -> tuple[Tensor, int] | None:
+        """The row of a leaf, and the number of the node that has computed it; None if it was not computed."""
         entry, value = self.by_site.get(leaf.site), self.value(leaf.site, leaf.slot)
         if entry is None or value is None:
-            return None
-        device = next((one.device for one in (value, *entry.results) if isinstance(one, Tensor)), torch.device("cpu"))
-
-        def flat(one: Any) -> Tensor:
-            if isinstance(one, Tensor):
-                return one.detach().to(device, precise_dtype(device)).flatten()
-            return torch.full((1,), one, dtype=precise_dtype(device), device=device)  # copying it there would wait
-
-        number, by = flat(value), flat(entry.count if leaf.how == "mean" else 1.0)
-        return torch.cat([torch.ones_like(by), by, torch.where(by == 0, 0.0, number * by)])
+            return self._found.get(leaf)
+        return _row(value, entry.count if leaf.how == "mean" else 1.0, entry.results), entry.node
 
     @property
     def shapes(self) -> dict[Site, Any]:
@@ -315,6 +310,19 @@ class Tape(TorchDispatchMode):
             return None
         value = entry.results[-1 - slot] if slot < 0 else entry.args[slot]
         return self.entries[value.op].results[value.k] if isinstance(value, Ref) else value
+
+
+def _row(value: Any, count: Any, like: Sequence[Any]) -> Tensor:
+    """A leaf as (presence, divisor, elements times divisor), on the device of `value` or of what is `like` it."""
+    device = next((one.device for one in (value, *like) if isinstance(one, Tensor)), torch.device("cpu"))
+
+    def flat(one: Any) -> Tensor:
+        if isinstance(one, Tensor):
+            return one.detach().to(device, precise_dtype(device)).flatten()
+        return torch.full((1,), one, dtype=precise_dtype(device), device=device)  # copying it there would wait
+
+    number, by = flat(value), flat(count)
+    return torch.cat([torch.ones_like(by), by, torch.where(by == 0, 0.0, number * by)])
 
 
 def _count(func: Any, args: Any, kwargs: Any, results: Sequence[Any]) -> Any:
