@@ -1,6 +1,6 @@
 """Provide callbacks for every run, and the measurements behind them.
 
-Exports: the callbacks below; start_up, step_times, utilization.
+Exports: the callbacks below; start_up, step_times.
 May import: nothing else in the trainer.
 """
 
@@ -9,8 +9,7 @@ from pytorch_lightning.callbacks import LearningRateMonitor
 from .gradients import DetectNonFinite, GradientNorm, Histograms
 from .lr_finder import LearningRateFinder
 from .start_up import EpochLines, LogEveryEpoch, StartUp
-from .step_times import DeviceMonitor, RunSummary
-from .utilization import Utilization
+from .step_times import DeviceMonitor, RunSummary, Utilization
 
 LearningRate = LearningRateMonitor
 """The name of configurations of earlier versions."""

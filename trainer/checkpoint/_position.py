@@ -174,7 +174,9 @@ def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:
 
 def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: pl.LightningModule) -> State:
     """Return the state with which a rank goes on, or refuse a metric whose states can't be combined."""
-    first = rank == 0
+    first, gradients = rank == 0, [state["gradients"] or {} for state in ranks]
+    names = dict.fromkeys(name for one in gradients for name in one)  # a rank without one for a parameter has zero
+    mean = {name: sum(one[name] for one in gradients if name in one) / len(ranks) for name in names}  # as DDP's
     metrics = {
         name: _metric_part(name, metric, [MetricStates(**state["metrics"][name]) for state in ranks], first)
         for name, metric in module.named_modules()
@@ -183,17 +185,11 @@ def state_for(ranks: Sequence[State], rank: int, num_ranks: int, module: pl.Ligh
     return {
         **ranks[0],
         "random": ranks[rank]["random"] if rank < len(ranks) else None,
-        "gradients": None if ranks[0]["gradients"] is None else _mean([state["gradients"] or {} for state in ranks]),
+        "gradients": None if ranks[0]["gradients"] is None else mean,
         "weights": sum(state["weights"] for state in ranks) if first else 0.0,
         "metrics": metrics,
         "results": on_other_ranks([state["results"] for state in ranks], num_ranks),
     }
-
-
-def _mean(ranks: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-    """Average gradients as DDP does; a rank without one for a parameter has zero."""
-    names = dict.fromkeys(name for gradients in ranks for name in gradients)
-    return {name: sum(own[name] for own in ranks if name in own) / len(ranks) for name in names}
 
 
 def _metric_part(name: str, metric: Metric, saved: Sequence[MetricStates], first: bool) -> dict[str, Any]:

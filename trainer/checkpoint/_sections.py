@@ -84,8 +84,10 @@ class Sections:
         self._works.append(work)
         number, self.ends, again = self._num_counted, counts, False
         while True:
-            self._is_open = True
             try:
+                if again:
+                    self._regroup()
+                self._is_open = True
                 for earlier in self._works[:-1] if again else ():
                     with suppress(StopIteration):
                         earlier()
@@ -100,8 +102,7 @@ class Sections:
                     raise
             finally:
                 self._is_open = False
-            self._go_on()  # here the error's frames hold nothing any more
-            again = True
+            again = True  # the error's frames hold nothing any more
 
     def step(self, work: Callable[[], None]) -> None:
         """Train a batch; from the end of the first one on ranks can go on without others."""
@@ -140,15 +141,6 @@ class Sections:
         own = map_tensors({"random": rng.capture(), **_position.capture_own(self._trainer)}, _as_array)
         return pickle.dumps((own, ends), pickle.HIGHEST_PROTOCOL)
 
-    def _go_on(self) -> None:
-        while True:
-            try:
-                self._regroup()
-                return
-            except Exception as exc:  # another one has died meanwhile
-                if not self._survivor.has_lost(exc):
-                    raise
-
     def _regroup(self) -> None:
         trainer, survivor, since_s = self._trainer, self._survivor, time.monotonic()
         strategy = trainer.strategy
@@ -168,22 +160,17 @@ class Sections:
         _position.restore(trainer, state, begins_epoch=False)
         if trainer.is_global_zero:
             journal.go_on(trainer.loggers, left[0][1])
-            if not self._is_first:
-                self._take_over()
+            if not self._is_first:  # in the place of one that has died
+                self._is_first = True
+                if others := [type(one).__name__ for one in trainer.loggers if not isinstance(one, journal.KEPT)]:
+                    raise RankError(f"{others[0]} can't be continued by another process.")
+                for take_over in survivor.when_first:
+                    take_over()
         survivor.ready(self._record(journal.ends(trainer)))
         rank_zero_info(
             f"{num} {'rank goes' if num == 1 else 'ranks go'} on with step {trainer.global_step} after "
             f"{time.monotonic() - since_s:.2f} s."
         )
-
-    def _take_over(self) -> None:
-        """Be the first rank, in the place of one that has died."""
-        self._is_first = True
-        for logger in self._trainer.loggers:
-            if not isinstance(logger, journal.KEPT):
-                raise RankError(f"{type(logger).__name__} can't be continued by another process.")
-        for take_over in self._survivor.when_first:
-            take_over()
 
     def _share_loaders(self, rank: int, num: int, states: list[dict[str, Any]]) -> None:
         """Read what is left of the epoch in other parts."""

@@ -28,7 +28,7 @@ from ...strategies.core.patching import replaced
 from ...strategies.core.types import Batch
 from ...strategies.pipeline.plan import find_parts, tensors_of
 from ...strategies.pipeline.stages import StageOptions, Stages
-from ..callbacks.utilization import silence
+from ..callbacks.step_times import silence
 from ._topology import StageMemory, Topology, sharded
 
 LITERAL = "aten::lift_fresh"

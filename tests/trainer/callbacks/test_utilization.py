@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from evener.examples.char_lm import CharLM
 from evener.examples.stdlib_text import VOCABULARY_SIZE
 from evener.trainer.callbacks import RunSummary, Utilization
-from evener.trainer.callbacks.utilization import count_flops, known_peak_tflops
+from evener.trainer.callbacks.step_times import count_flops, known_peak_tflops
 
 
 def test_the_count_of_char_lm_is_within_two_percent_of_the_formula() -> None:
@@ -65,7 +65,7 @@ def test_utilization_is_operations_per_second_over_the_peak() -> None:
 
 
 def test_a_step_that_reads_values_is_not_counted_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "evener.trainer.callbacks.utilization"):
+    with caplog.at_level(logging.INFO, "evener.trainer.callbacks.step_times"):
         utilization, seen = fit(Reads())
     assert utilization.flops_per_sample is None
     assert "speed/tflops" not in seen
