@@ -1,4 +1,4 @@
-"""Find a learning rate by Lightning's search, whose losses are those of the global batch under every strategy."""
+"""Find a learning rate by Lightning's search."""
 
 import csv
 import logging
@@ -20,7 +20,8 @@ class LearningRateFinder(LightningsFinder):
     """Raise the learning rate exponentially from step to step, and suggest the one at which the loss falls fastest.
 
     With `train.py` the search runs before training, with a module, data and random numbers of its own, so the training
-    that follows is the same as without it. In a trainer of your own it runs when `fit` starts.
+    that follows is the same as without it. In a trainer of your own it runs when `fit` starts. Under ranks the losses
+    are those of rank 0's samples.
 
     Args:
         min_lr: rate of the first step.
