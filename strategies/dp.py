@@ -1,6 +1,7 @@
 """Train with a copy of the module per device in one process, cutting every batch among them."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import pytorch_lightning as pl
@@ -66,8 +67,9 @@ class DataParallelStrategy(OneProcessStrategy):
         self.policy: Policy = Even()
         self.recompute = Recompute(recompute, self.strategy_name)
 
+    @cached_property
     @override
-    def new_layout(self) -> Layout:
+    def layout(self) -> Layout:
         devices = self.process_devices
         return Layout(devices) if len(devices) == 1 else ReplicaLayout(devices, self.replica_options, self.policy)
 

@@ -1,7 +1,7 @@
 """Train one copy of a module, cut across the devices of one process."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -53,10 +53,10 @@ class ModelParallelStrategy(OneProcessStrategy):
         self.recompute = Recompute(recompute, self.strategy_name)
         self.stage_options = StageOptions(**options)
 
+    @cached_property
     @override
-    def new_layout(self) -> StageLayout:
-        options = self.stage_options
-        return StageLayout(self.process_devices, options, self.strategy_name)
+    def layout(self) -> StageLayout:
+        return StageLayout(self.process_devices, self.stage_options, self.strategy_name)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

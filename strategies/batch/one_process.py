@@ -65,14 +65,16 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
         super().__init__(device="cpu")
         self._parallel_devices = [torch.device(device) for device in devices or ()]
 
-    def new_layout(self) -> Layout:
-        """Make the layout of `process_devices`."""
-        raise NotImplementedError
-
     @cached_property
     def layout(self) -> Layout:
-        """How this process uses its devices."""
-        return self.new_layout()
+        """How this process uses its devices, which are `process_devices`."""
+        raise NotImplementedError
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The module of the run."""
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     @property
     def parallel_devices(self) -> list[torch.device]:
@@ -120,8 +122,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.layout.place(self.lightning_module)
+        self.layout.place(self.module)
 
     @override
     @contextmanager
@@ -159,8 +160,7 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         reader = self.reader
         reader.begin_step()
-        assert self.lightning_module is not None
-        before, self._epoch = self._epoch, self.lightning_module.current_epoch
+        before, self._epoch = self._epoch, self.module.current_epoch
         if self._epoch != before and self._has_changed is not None and self.layout.cut_by:
             self._is_verified = not self._has_changed()
         if not self._is_verified:
@@ -173,26 +173,24 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
             return step("training_step", *args, **kwargs)
 
     def _verify(self, args: Sequence[Any]) -> None:
-        assert self.lightning_module is not None
         views, cuts = Views(ranks=False, chunks=True), bool(self.layout.cut_by)
-        if not (cuts or weighs_in_loop(self.lightning_module.trainer)):  # whole batches, as before it was resumed, say
+        if not (cuts or weighs_in_loop(self.module.trainer)):  # whole batches, as before it was resumed, say
             return
         try:
             found = verified(self, views, self._verifies and cuts, args)
         except PartsDiffer as exc:
             self.whole.take("training_step", exc)
-            if exc.plans and weighs_in_loop(self.lightning_module.trainer):
-                self.reader.take(exc.plans[0], self.lightning_module)
+            if exc.plans and weighs_in_loop(self.module.trainer):
+                self.reader.take(exc.plans[0], self.module)
             return
         self._has_changed = found.has_changed
-        self.reader.take(found.plans[0], self.lightning_module)
+        self.reader.take(found.plans[0], self.module)
         self.reader.values.learn("training_step", 0, found)
 
     def evaluate(self, step: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of evaluation through the layout, in a context of the precision plugin."""
-        assert self.lightning_module is not None
         views = Views(ranks=False, chunks=self.layout.cuts_evaluation(step))
-        loader = dataloader_index(self.lightning_module.trainer, args[1:])
+        loader = dataloader_index(self.module.trainer, args[1:])
         with self.whole.where_needed(step):
             find_evaluated(self, views, step, loader, self.whole.allowed, args=args)
         with context():
@@ -216,9 +214,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
         self.layout.weights_changed()
-        if not self.lightning_module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
+        if not self.module.trainer.fit_loop.restarting:  # a resumed run restores its saved streams
             seed_rank(0, self.process_devices)
 
     @override
@@ -229,9 +226,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
 
     @override
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
         self.layout.weights_changed()
-        self.structures.lists.begin(self.lightning_module)
+        self.structures.lists.begin(self.module)
 
     on_test_start = on_validation_start
 
