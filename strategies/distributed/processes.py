@@ -88,10 +88,9 @@ _heard: StopRequests | None = None  # within `handled`
 def handled(
     stop: Callable[[bool, int, FrameType | None], None], signals: Collection[int] = ASK_TO_STOP
 ) -> Generator[StopRequests]:
-    """Handle signals that ask to stop inside the block; one that is ignored, as nohup does with SIGHUP, stays so.
+    """Handle signals that ask to stop inside the block, unless they are ignored; blocks share the requests it yields.
 
-    `stop` is called with False for the first signal, and with True where Ctrl-C asks to end at once after a request;
-    others repeat it. Yields the requests, which a block within another one shares with it.
+    `stop` is called with False for the first signal, and with True where Ctrl-C asks to end at once after a request.
     """
     global _heard
     outer, requests = _heard, _heard or StopRequests()

@@ -1,11 +1,7 @@
 """Find out who started this process, and share rank 0's configuration with the other ranks under a launcher.
 
-Every rank of torchrun, SLURM, MPI or Kubeflow gets the same resolved configuration and run directory, in every job of a
-sweep. Hydra runs only on rank 0, and a restarted run continues in its previous directory.
-
-Machines may join and leave a run: `torchrun --nnodes=1:4 ... train.py num_nodes=1:4`. torch's agents stop all workers
-then, and start them anew with the machines that are there. To the workers that is another run, so here it becomes the
-same one: its directory is named after the rendezvous, and it goes on from the newest checkpoint in it.
+Hydra runs only on rank 0. Where machines join or leave (`torchrun --nnodes=1:4 ... train.py num_nodes=1:4`), torch's
+agents start all workers anew, which go on as one run: its directory is named after the rendezvous.
 """
 
 import os
