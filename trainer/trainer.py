@@ -132,7 +132,7 @@ class Trainer(pl.Trainer):
             by `accumulate_grad_batches`.
         detect_nonfinite: what to do if gradients are inf or nan: `raise` stops training, `skip_step` skips the
             optimizer step, `off` (or False, as YAML reads off) does not check. See `DetectNonFinite`.
-        lean: whether common steps take this project's lean path. None does so unless torch or Lightning has a version
+        lean: whether common steps take this project's lean path. None does so unless torch has a version
             that it was not tested with; then Lightning's own loops run.
         **kwargs: every argument of `pytorch_lightning.Trainer`, with the same meaning and default; `devices` may also
             be a list of names (`["cuda:0", "cpu"]`) for a strategy of one process.
@@ -170,7 +170,7 @@ class Trainer(pl.Trainer):
         bar = self.progress_bar_callback
         self.timed_bar = None if bar is None or id(bar) in own else TimedBar(bar)
         self.exact_accumulation = exact_accumulation
-        self.lean = is_tested(torch.__version__, pl.__version__) if lean is None else lean
+        self.lean = is_tested(torch.__version__) if lean is None else lean
         self.agreed_to_stop = False
         self._signal: int | None = None
         self._agreed_log_dir: tuple[str | None] | None = None

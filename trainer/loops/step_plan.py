@@ -35,25 +35,20 @@ from ...strategies.ranks.strategy import RankStrategy
 from ...strategies.registry import contract_of
 from ..checkpoint import next_of
 
-TESTED = {"torch": ("2.13", "2.14", "2.15"), "Lightning": ("2.6",)}
-"""Minor versions that the lean steps were tested with."""
+TESTED = ("2.13", "2.14", "2.15")
+"""Minor versions of torch that the lean steps were tested with; another Lightning is refused."""
 
 
 @cache
-def is_tested(torchs: str, lightnings: str) -> bool:
-    """Whether the lean steps were tested with both versions; the warning appears once."""
-    installed = {"torch": torchs, "Lightning": lightnings}
-    untested = [
-        f"{name} {version} (tested: {', '.join(TESTED[name])})"
-        for name, version in installed.items()
-        if ".".join(version.split(".")[:2]) not in TESTED[name]
-    ]
-    if untested:
+def is_tested(version: str) -> bool:
+    """Whether the lean steps were tested with torch's version; the warning appears once."""
+    tested = ".".join(version.split(".")[:2]) in TESTED
+    if not tested:
         rank_zero_warn(
-            f"Evener's lean steps were not tested with {' and '.join(untested)}. Lightning's own loops run instead, "
-            "which are slower; Trainer(lean=True) takes the lean steps."
+            f"Evener's lean steps were not tested with torch {version} (tested: {', '.join(TESTED)}). Lightning's own "
+            "loops run instead, which are slower; Trainer(lean=True) takes the lean steps."
         )
-    return not untested
+    return tested
 
 
 _OURS = (SingleDeviceStrategy, OneProcessStrategy, RankStrategy)  # any other is called as Lightning calls it
