@@ -1,7 +1,4 @@
-"""Run the command `evener`: its first word says what to do, and `train` is `train.py`.
-
-Nothing here needs torch or Lightning before a run does.
-"""
+"""Run the command `evener`, whose first word says what to do, without torch or Lightning before a run needs them."""
 
 import runpy
 import shlex

@@ -1,7 +1,4 @@
-"""Run a command's jobs: check a configuration, and run its mode. `main.py` reads the command line.
-
-Under a launcher rank 0 alone runs the command, and publishes its jobs.
-"""
+"""Run a command's jobs: check a configuration, and run its mode; under a launcher rank 0 publishes them."""
 
 import re
 import sys

@@ -1,7 +1,4 @@
-"""Log to TensorBoard and CSV: checkpoints store where files end, and a run that goes on cuts them back.
-
-Every process begins an event file of its own: TensorBoard may be reading in the one before, at its place.
-"""
+"""Log to TensorBoard and CSV: checkpoints store where files end, and a run that goes on cuts them back."""
 
 import csv
 import io

@@ -1,7 +1,4 @@
-"""Take what is logged, without Lightning's checks after a key's first value, and collect it when it is read.
-
-Lightning collects all metrics, and copies those of the progress bar to the host, at the end of every step.
-"""
+"""Take what is logged, without Lightning's checks after a key's first value, and collect it when it is read."""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,4 @@
-"""Exchange what ranks have logged, by one collective for all keys: when a training step ends, and when an epoch does.
-
-In evaluation also what follows from sums over a batch (batch/exact/verdict.py) waits for the end of the epoch.
-"""
+"""Exchange what ranks have logged, by one collective for all keys, at the end of a training step and of an epoch."""
 
 from collections.abc import Sequence
 

@@ -93,10 +93,9 @@ class EvaluationStep(StepPlan):
 
 
 class PlannedLoop(_Loop):
-    """What validation, test and prediction share: the mode in which they run, and a plan of their steps."""
+    """What validation, test and prediction share: a plan of their steps."""
 
     trainer: Any
-    inference_mode: bool
     _may_stop = False
     _plan: EvaluationStep | None = None
 

@@ -1,7 +1,4 @@
-"""Extend Lightning's loop over batches so that a common step costs as little as a hand-written one.
-
-Everything less common is left to Lightning's own code, called through `super()`.
-"""
+"""Extend Lightning's loop over batches so that a common step costs little; others are left to its own code."""
 
 from collections import OrderedDict
 from functools import partial

@@ -1,9 +1,7 @@
 """Decide once what a step calls, and fetch and move its batches, at the cost of a hand-written loop.
 
-Lightning calls every hook of every callback and of the module in every step, most of them empty. Here only those are
-called that are overridden, on a class or on an instance. They are looked up at the start of an epoch, after a
-validation, when the list of callbacks changes, and every `log_every_n_steps` batches (at least 10): a hook that is set
-meanwhile counts from there on.
+Only hooks that are overridden are called. They are looked up at an epoch's start, after a validation, when the list of
+callbacks changes, and every `log_every_n_steps` batches (at least 10): one that is set meanwhile counts from there on.
 """
 
 import time

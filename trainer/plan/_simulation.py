@@ -1,7 +1,4 @@
-"""Simulate training without data and devices: operations compute only shapes, and bytes are counted.
-
-Source: `torch._subclasses.FakeTensorMode` (PyTorch 2.13).
-"""
+"""Simulate training without data and devices: torch's `FakeTensorMode` computes shapes only, and bytes are counted."""
 
 import weakref
 from collections import Counter

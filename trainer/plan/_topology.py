@@ -159,13 +159,9 @@ class StageMemory:
 
 
 def sharded(memory: StageMemory, module: nn.Module, topology: Topology, accumulates: bool) -> StageMemory:
-    """The memory of a rank that holds a shard of everything, of a step whose parameters and gradients were in no peak.
-
-    Parameters are cut along their first dimension, and the last rank's rows are padded. Parts are gathered one by one:
-    into a buffer, and from there into a part's parameters, while the buffer of the one before it is still there; in
-    backward the next part's buffer is there already, and two copies of the part's gradients, which are added up before
-    they are cut where a step accumulates batches.
-    """
+    """The memory of a rank with a shard of everything, of a step whose parameters and gradients were in no peak."""
+    # parts are gathered one by one into a buffer, and from there into parameters, while the one before is still there;
+    # in backward the next one's is there already, and two copies of gradients, added up before they are cut
     assert topology.shards is not None
     num, sizes = topology.num_shards, {id(p): p.nbytes for p in module.parameters()}
     cut = sum(-(-len(p) // num) * p.nbytes // max(len(p), 1) if p.dim() else p.nbytes for p in module.parameters())

@@ -47,10 +47,8 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The outcome of `mode=plan`, also written as `plan.json`: one plan per device of a node.
-
-    `largest_batch` is that of the loader that fits into `device_bytes`: 0 if no sample does; None if any batch fits, or
-    none were given.
+    """The outcome of `mode=plan`, also in `plan.json`; `largest_batch` of the loader is 0 if no sample fits into
+    `device_bytes`, and None if any batch does, or none were given.
     """
 
     strategy: str

@@ -1,7 +1,4 @@
-"""Train a few steps with every strategy on the user's module and data, and recommend one (`mode=compare`).
-
-Each strategy is tried in a process of its own, which leaves its result and what the probe has measured in a folder.
-"""
+"""Train a few steps with every strategy, each in a process of its own, and recommend one (`mode=compare`)."""
 
 import json
 import logging
