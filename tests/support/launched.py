@@ -228,7 +228,7 @@ class Numbered(pl.LightningModule):
 
     def is_asked_to_stop(self) -> bool:
         strategy: Any = self.trainer.strategy
-        return strategy.group.stopping.armed
+        return strategy.group.stopping.signal is not None
 
     def on_train_end(self) -> None:
         state = self.layer.state_dict()
