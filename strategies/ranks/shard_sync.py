@@ -1,9 +1,8 @@
 """Reduce the gradients of a module that is cut over the ranks, with torch's FSDP2."""
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -115,10 +114,8 @@ class ShardSync(GradientSync):
         if found is not None:
             found.verify_same(options)
             return found
-        whole = self._strategy.whole_batches
-        parts = part_names(module, options.shard, whole.uneven)
-        # what steps need otherwise
-        if left := [name for name in parts if options.shard == "auto" and name in whole.outside]:
+        parts, outside = part_names(module, options.shard), self._strategy.whole_batches.outside
+        if left := [name for name in parts if options.shard == "auto" and name in outside]:
             parts = [name for name in parts if name not in left]
             rank_zero_info(
                 f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "
@@ -263,19 +260,11 @@ class ShardSync(GradientSync):
             shards.put_together(strategy.optimizers, strategy.is_global_zero)
 
 
-def part_names(module: nn.Module, shard: Shard, uneven: Collection[str] = ()) -> list[str]:
-    """The parts that are gathered one by one; `auto` leaves out layers of the kind of what ranks call unevenly."""
+def part_names(module: nn.Module, shard: Shard) -> list[str]:
+    """The parts that are gathered one by one."""
     if not isinstance(shard, str):
         return named_parts(module, shard)
-
-    def kind(name: str) -> tuple[str, type[nn.Module]]:  # what the experts of a layer have in common
-        return name.rpartition(".")[0], type(module.get_submodule(name))
-
-    def kinds(name: str) -> set[tuple[str, type[nn.Module]]]:
-        return {kind(one) for one in accumulate(name.split("."), "{}.{}".format)}
-
-    chosen, parts = set(map(kind, uneven)), [part.name for part in find_parts(module) if not part.loose]
-    return automatic_parts(module, [name for name in parts if chosen.isdisjoint(kinds(name))])
+    return automatic_parts(module, [part.name for part in find_parts(module) if not part.loose])
 
 
 def kept_copies(callbacks: Iterable[pl.Callback], module: nn.Module) -> list[nn.Module]:

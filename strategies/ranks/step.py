@@ -363,20 +363,15 @@ def zero_weight_step(module: pl.LightningModule, run: RunMetrics, silent: bool =
             windows = [
                 (m, m._num_vals_seen - state["_num_vals_seen"]) for m, state in metrics if isinstance(m, Running)
             ]
-        for metric, num in windows:
+        for metric, num in windows:  # a window goes on by a batch without samples, so that all ranks' hold the same
             for _ in range(num):
-                _count_nothing(metric)
+                for name, default in metric.base_metric._defaults.items():
+                    empty = default.detach().clone().to(metric.device) if isinstance(default, Tensor) else []
+                    setattr(metric, f"{name}_{metric._num_vals_seen % metric.window}", empty)
+                metric._num_vals_seen += 1
     finally:
         for own, before in buffers:  # the step may have put others in their place
             own.update(before)
         kept.restore()
         for value, length in lists:
             del value[length:]
-
-
-def _count_nothing(metric: Running) -> None:
-    """Let a window go on by a batch of which this rank has no samples, so that it holds the same ones on all ranks."""
-    for name, default in metric.base_metric._defaults.items():
-        empty = default.detach().clone().to(metric.device) if isinstance(default, Tensor) else []
-        setattr(metric, f"{name}_{metric._num_vals_seen % metric.window}", empty)
-    metric._num_vals_seen += 1

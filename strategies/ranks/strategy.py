@@ -59,13 +59,6 @@ from .whole_batches import WholeBatches
 class RankStrategy(pl_strategies.DDPStrategy):
     """One process per group of devices. A named strategy derives from it, and says which parts it is made of.
 
-    group: what ranks do together, every wait bounded
-    layout: how this process uses its devices
-    contract: this rank's steps
-    whole_batches: which of them get whole batches
-    sync: how gradients become those of the global batch
-    balance: shares of the ranks
-
     Args:
         batch_size_is, batch_dims, recompute, verify: as in `DDPStrategy`.
         timeout_s: seconds that a rank waits for the others before it fails.
@@ -127,7 +120,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
         self.syncs_batchnorm = sync_batchnorm
         self._manages_samples = True
         self._num_ranks: int | None = None
-        self._loaders: RankLoaders | None = None
         self._optimizer_shards: dict[Optimizer, OptimizerShards] = {}
 
     def take_whole(self, sync: GradientSync) -> None:
@@ -250,7 +242,7 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self.strategy_name, self._batch_dims, gather_objects if self.world_size > 1 else None, self._gather_lists_mb
         )
         self.structures = RunStructures(self._batch_dims, lists)
-        self._loaders = None
+        vars(self).pop("loaders", None)
         self.group.begin(trainer)
 
     @override
@@ -319,7 +311,16 @@ class RankStrategy(pl_strategies.DDPStrategy):
             self.whole_batches.of_chunks.names.clear()
         else:
             self._layer_sync = None
-        self._verify_options(trainer)
+        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self.syncs_batchnorm and self._layer_sync is None):
+            self.syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
+        name, cut = self.strategy_name, self.layout.cut_by
+        if self._ddp_kwargs.get("static_graph"):
+            verify_static(trainer.lightning_module, cut, name)
+        if self.recompute.is_on:
+            verify_threads(self.process_devices, None if self.stage_options is None else False, name)
+        if cut and trainer.state.fn == TrainerFn.FITTING:
+            by = f"{name}: {cut}", f"{cut.partition('=')[0]}=1"
+            verify_whole_batch(trainer.lightning_module, self.syncs_batchnorm, *by)
         verify_takes_batches(trainer, self.strategy_name, "strategy=single_device")
         self.layout.whole = self.whole_batches.of_chunks
         verify_no_step_end(trainer.lightning_module)
@@ -341,18 +342,6 @@ class RankStrategy(pl_strategies.DDPStrategy):
     def _place(self, trainer: pl.Trainer) -> None:
         """Put the module on this process's devices, and make the optimizers."""
         super().setup(trainer)
-
-    def _verify_options(self, trainer: pl.Trainer) -> None:
-        """Refuse what torch's DDP can't do with the devices of a process."""
-        if isinstance(self._layer_sync, TorchSyncBatchNorm) or (self.syncs_batchnorm and self._layer_sync is None):
-            self.syncs_batchnorm, self._layer_sync = True, SyncBatchNorm()  # torch's own refuses the CPU
-        module, name, cut = trainer.lightning_module, self.strategy_name, self.layout.cut_by
-        if self._ddp_kwargs.get("static_graph"):
-            verify_static(module, cut, name)
-        if self.recompute.is_on:
-            verify_threads(self.process_devices, None if self.stage_options is None else False, name)
-        if cut and trainer.state.fn == TrainerFn.FITTING:
-            verify_whole_batch(module, self.syncs_batchnorm, f"{name}: {cut}", f"{cut.partition('=')[0]}=1")
 
     @override
     @contextmanager
@@ -400,12 +389,10 @@ class RankStrategy(pl_strategies.DDPStrategy):
             super().teardown()
             self.recompute.end()
 
-    @property
+    @cached_property
     def loaders(self) -> RankLoaders:
         """Makes this rank's loaders; created on first use, which may be in `configure_optimizers`."""
-        if self._loaders is None:
-            self._loaders = self._make_loaders()
-        return self._loaders
+        return self._make_loaders()
 
     def _make_loaders(self) -> RankLoaders:
         return RankLoaders(

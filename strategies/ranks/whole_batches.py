@@ -48,8 +48,8 @@ class WholeBatches:
         self.of_ranks, self.of_chunks = WholeSteps(), WholeSteps(strategy.strategy_name)
         self._is_open = False
         """Whether training is yet to be compared."""
-        self.uneven, self.outside = set[str](), set[str]()
-        """Submodules that ranks may call unevenly, and those whose parameters a step uses outside of their forward."""
+        self.outside = set[str]()
+        """Submodules whose parameters a step uses outside of their forward."""
         self._before: RandomState | None = None
         """The random state before training was first compared; None until then."""
         self._epoch: int | None = None
@@ -179,7 +179,7 @@ class WholeBatches:
         )  # fmt: skip
         self._is_open = False
         found = strategy.sync.evaluate(find) if together else find()
-        self.uneven, self.outside = found.uneven, found.outside
+        self.outside = found.outside
         self._has_changed = None if strategy.sync.evaluates_together else found.has_changed
         if found.waits(again):
             self._is_open = True

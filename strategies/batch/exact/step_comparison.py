@@ -1,7 +1,6 @@
 """Compare a step of a module in parts of a few samples with the same step on all of them; see `verifier.py`."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -55,9 +54,9 @@ class StepComparison:
         device = devices.pop() if len(devices) == 1 else self._module.device
         layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
         self._in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
-        self._is_cut = self._trains and hasattr(strategy, "shards") and not together
+        is_cut = self._trains and hasattr(strategy, "shards") and not together
         self._trial = Trial(
-            self._module, step, device, self._name, together, 0 if self._trains else 2, self._in_turn, self._is_cut
+            self._module, step, device, self._name, together, 0 if self._trains else 2, self._in_turn, is_cut
         )
         by_config = getattr(strategy, "is_configured", False)
         self._global_view = getattr(strategy, "global_view", None)
@@ -142,11 +141,7 @@ class StepComparison:
         tried = self._cuts.tried(total, piece)
         whole, differs = tried.whole, ""
         self._look = total, piece, whole.tape.shapes
-        if self._is_cut:
-            with suppress(Exception):  # a single sample shows what samples choose
-                alone = [self._trial.run(piece, i, i + 1)[0] for i in (0, total - 1)]
-                verdict.uneven |= _uneven([*tried.steps, *alone])
-            verdict.outside.update(*(ran.outside for ran in tried.steps))
+        verdict.outside.update(*(ran.outside for ran in tried.steps))
         verdict.rows |= tried.parts[0].rows
         verdict.unused |= any(one.unused for one in tried.steps)
         seen = ProgramFinder(whole, tried.parts)
@@ -441,14 +436,6 @@ def _without_lists(value: Any) -> Any:
 def _is_attribute(steps: Sequence[Written | None]) -> bool:
     """Whether what steps have written is an attribute of a module, whose lists are joined."""
     return any(one is not None and "_parameters" in one.owner for one in steps)
-
-
-def _uneven(steps: Sequence[Ran]) -> set[str]:
-    """The submodules that some steps don't call as often as others, or not in the same order."""
-    counts = [Counter(step.calls) for step in steps]
-    found = {name for name in set[str]().union(*counts) if len({count[name] for count in counts}) > 1}
-    orders = [[name for name in step.calls if name not in found] for step in steps]
-    return found.union(*(same for same in zip(*orders, strict=True) if len({*same}) > 1))
 
 
 def _reading(given: Sequence[tuple[Any, int]]) -> str:

@@ -61,7 +61,7 @@ class Ran(Seen):
         given: of the first part, what metrics were given of all, and which arguments are `rows` of samples.
         output: what it returned.
         appended: what it has appended to lists of the module.
-        calls: names of the submodules that it has called, in order; these are `open` in whose forward it is.
+        open: names of the submodules in whose forward it is.
         outside: submodules of which it has used parameters outside of their forward.
     """
 
@@ -73,7 +73,6 @@ class Ran(Seen):
     rows: set[Any] = field(default_factory=set[Any])
     output: Any = None
     appended: Appended = field(default_factory=Appended)
-    calls: list[str] = field(default_factory=list[str])
     open: list[str] = field(default_factory=list[str])
     outside: set[str] = field(default_factory=set[str])
 
@@ -90,7 +89,7 @@ class Trial:
         evaluates: what is in evaluation mode: 0 for layers of torch that draw random numbers, 1 for those of others,
             too, that hold no layers, 2 for all of the module.
         in_turn: whether chunks run one after the other in training, each in the module as the one before has left it.
-        sees_calls: whether the calls of submodules are noted, and where their parameters are used.
+        sees_calls: whether it is noted where the parameters of submodules are used.
         rest: arguments of the step after the batch.
         of_ranks: whether parts are those of ranks; else chunks.
     """
@@ -191,7 +190,6 @@ class _Parts(Meeting):
 
     def enter(self, part: nn.Module, _: Any) -> None:
         """Note that a submodule is called."""
-        self._here.calls.append(self._names.get(part, ""))
         self._here.open.append(self._names.get(part, ""))
 
     def leave(self, *_: Any) -> None:

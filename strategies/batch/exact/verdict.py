@@ -64,8 +64,7 @@ class Verdict:
         unlike: the logged values that parts don't give, and what to do; empty if they give all.
         readings: what the `batch_size` of logged values is, see `Values`.
         rows: the arguments of metrics that are rows, see `Values`.
-        uneven: the submodules that parts don't call as the whole batch does: samples choose them.
-        outside: those of which a step uses parameters outside of their forward.
+        outside: the submodules of which a step uses parameters outside of their forward.
         has_changed: whether the step computes otherwise by now; it is known where it was looked at.
     """
 
@@ -80,7 +79,6 @@ class Verdict:
     failed: bool = False
     raised: bool = False
     in_chunks: bool = False
-    uneven: set[str] = field(default_factory=set[str])
     outside: set[str] = field(default_factory=set[str])
     has_changed: Callable[[], bool] | None = None
 

@@ -21,15 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from evener.strategies import (
-    BalancedDataParallelStrategy,
     BalancedDDPModelParallelStrategy,
     BalancedDDPStrategy,
     ConfigError,
-    DataParallelStrategy,
     DDPModelParallelStrategy,
     DDPStrategy,
     FSDPStrategy,
-    ModelParallelStrategy,
     SingleDeviceStrategy,
 )
 
@@ -188,25 +185,6 @@ def test_a_module_that_parts_would_train_otherwise_is_trained_so_without_a_word_
         assert nothing == []
         assert re.match(r"\w+: computed in ranks of [\d, ]+ and \d samples, the gradient of .* differs .*%", line), name
         assert line.endswith(f". So {how}; evener.over_batch(fn) is faster."), name
-
-
-FIRST = "on the first device alone"
-IN_ONE_PROCESS = {
-    "dp": (DataParallelStrategy, 2, 8, FIRST),
-    "balanced_dp, first device spared": (partial(BalancedDataParallelStrategy, gpu0_chunk=0), 3, 8, FIRST),
-    "model_parallel": (partial(ModelParallelStrategy, num_microbatches=2), 2, 8, "without micro-batches"),
-}
-
-
-def test_one_process_gives_it_whole_batches() -> None:
-    [ran] = run_ranks(_train, 1, IN_ONE_PROCESS)
-    for (name, (*_, how)), (found, told) in zip(IN_ONE_PROCESS.items(), ran, strict=True):
-        torch.testing.assert_close(found, expected("pairs")["pairs"], rtol=EXACT, atol=EXACT)
-        [line] = [line for line in told if "training_step" in line]
-        assert re.match(r"\w+: computed in chunks of 4, 3 and 1 samples, the gradient of .* differs .*%", line), name
-        assert line.endswith(
-            f"So training_step gets whole batches (strategy.global_view), {how}; evener.over_batch(fn) is faster."
-        )
 
 
 def test_a_step_that_fails_since_its_batch_was_cut_gets_whole_batches_and_the_line_names_its_error() -> None:
