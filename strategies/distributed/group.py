@@ -71,8 +71,7 @@ class RankGroup:
             ranks = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
             raise RankError(
                 f"{ranks} did not join within {self.timeout_s:g} s ({num_ranks - len(missing)} of {num_ranks} did). "
-                "See the output of that process, raise strategy.timeout_s if it only needs more time to start, or, if "
-                "nobody was to start it, unset LOCAL_RANK and SLURM_NTASKS (use srun in a job of SLURM)."
+                "See the output of that process; if it only needs more time to start, raise strategy.timeout_s."
             )
         self.stopping = StopAgreement(rank, num_ranks, self._store, self.timeout_s, self.devices)
         self.heartbeat = HeartbeatMonitor(self.stopping)

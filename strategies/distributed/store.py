@@ -17,6 +17,7 @@ from typing import Any
 from lightning_fabric.plugins.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
+    LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
@@ -31,6 +32,7 @@ PEER_LOST = threading.Event()
 """Set in the other ranks once one has died without which they can go on; every wait for it ends."""
 
 _KUBEFLOW = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # which its PyTorchJob sets in each pod, for a process
+_BATCH_STEP = str(0xFFFFFFFB)  # SLURM's name of the step of a batch script itself
 LOOPBACK, _LOOPBACK_DEVICE = "127.0.0.1", "lo"
 LEAVE_S = 3.0  # that the store's host waits at exit for the others to leave
 POLL_S = (0.0005, 0.02)  # shortest and longest pause between two looks at the store; it grows while nothing changes
@@ -54,6 +56,19 @@ def num_processes(num_devices: int, devices_per_process: int) -> int:
             f"Give a multiple of {devices_per_process} devices, or another number of devices per process."
         )
     return num_devices // devices_per_process
+
+
+def verify_started(environment: ClusterEnvironment) -> None:
+    """Refuse to wait for ranks that nobody has started, as variables left in a shell or a job would have it."""
+    steps = {os.environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_STEPID")}
+    by_hand = isinstance(environment, LightningEnvironment) and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    in_job = isinstance(environment, SLURMEnvironment) and steps <= {"", _BATCH_STEP}
+    if environment.world_size() > 1 and (in_job or (by_hand and "LOCAL_RANK" in os.environ)):
+        name, start = ("SLURM_NTASKS", "srun") if in_job else ("LOCAL_RANK", "torchrun")
+        raise ConfigError(
+            f"{name}={os.environ[name]} is set, so this process is taken for one of {environment.world_size()}, but "
+            f"nobody has started the others. Start it with {start}; to run on this machine alone, unset {name}."
+        )
 
 
 @dataclass
@@ -89,6 +104,7 @@ def base_store(environment: ClusterEnvironment, timeout_s: float) -> Store:
     """Open the store of this process, once; rank 0 hosts it, unless the launcher does so that it outlives restarts."""
     global _own
     if _own is None:
+        verify_started(environment)
         rank, (host, port) = environment.global_rank(), (environment.main_address, environment.main_port)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         by_agent, limit = is_hosted_by_agent(), timedelta(seconds=timeout_s)

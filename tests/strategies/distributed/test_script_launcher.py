@@ -18,12 +18,14 @@ import pytest
 import torch
 import warm_python
 from distributed import run_script, torchrun_env
+from lightning_fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from regression import Net, Numbered, quiet_trainer
 from tiny import Streamed
 from torch.utils.data import DataLoader
 
 from evener.strategies import ConfigError, DDPStrategy
 from evener.strategies.distributed import script_launcher
+from evener.strategies.distributed.store import verify_started
 from evener.trainer import Trainer
 
 SCRIPT = Path(__file__).parents[2] / "support/plain_script.py"
@@ -257,3 +259,34 @@ def test_the_groups_threads_end_before_the_interpreter(tmp_path: Path) -> None:
     for rank in range(2):
         names = (tmp_path / f"log.threads{rank}").read_text().split()
         assert not [name for name in names if "gloo" in name], names
+
+
+SLURM = {
+    "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+    "SLURM_NODELIST": "localhost",
+}  # fmt: skip
+NO_SRUN = r"SLURM_NTASKS=2 is set, .* one of 2, but nobody has started .* Start it with srun; .*unset SLURM_NTASKS"
+
+
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"LOCAL_RANK": "0"}, r"LOCAL_RANK=0 is set.*taken for one of 2.*torchrun; .*unset LOCAL_RANK"),
+        ({"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, ""),
+        (SLURM, NO_SRUN),
+        ({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFFB)}, NO_SRUN),
+        ({**SLURM, "SLURM_STEP_ID": "0"}, ""),
+    ],
+)
+def test_variables_by_which_a_run_would_wait_for_nobody_are_refused(
+    variables: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment = SLURMEnvironment(auto_requeue=False) if "SLURM_NTASKS" in variables else LightningEnvironment()
+    environment.set_world_size(2)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        verify_started(environment)
