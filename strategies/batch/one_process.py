@@ -29,7 +29,7 @@ from .run_structures import RunStructures, dataloader_index
 from .structure import BatchDims, verify_batch_dims
 
 
-class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
+class OneProcessStrategy(pl_strategies.SingleDeviceStrategy):
     """Runs every step through a layout. A strategy derives from it, and says which layout.
 
     Args:
@@ -140,8 +140,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
         return self
 
     @property
-    @override
     def meeting_device(self) -> torch.device:
+        """The device that batches are moved to."""
         return self.layout.meeting_device
 
     @override
@@ -200,6 +200,12 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
     predict_step = evaluation_step("predict")
 
     backward = run_backward
+    # the batch and its loss are the global ones, and there are no other ranks
+    begin_batch = StepContract.begin_batch
+    changes_update, runs_alone = StepContract.changes_update, StepContract.runs_alone
+    scale_loss, finish_backward = StepContract.scale_loss, StepContract.finish_backward
+    accumulating, stands_in = StepContract.accumulating, StepContract.stands_in
+    whole_gradients, restore_gradients = StepContract.whole_gradients, StepContract.restore_gradients
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -208,8 +214,8 @@ class OneProcessStrategy(pl_strategies.SingleDeviceStrategy, StepContract):
         self.finish_step()
         return result
 
-    @override
     def finish_step(self) -> None:
+        """Have the layout learn that the optimizer has stepped."""
         self.layout.finish_step()
 
     @override

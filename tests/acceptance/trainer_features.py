@@ -300,6 +300,9 @@ class GatheredOverBatch(GatherInStep):
 class OverBatchPairs(Net):
     """The loss of all pairs is computed where the rows of parts meet."""
 
+    def of_pairs(self, z, y):
+        return F.binary_cross_entropy_with_logits(z @ z.T, (y[:, None] == y[None]).double())
+
     def training_step(self, batch, batch_idx):
         loss = evener.over_batch(self.of_pairs)(F.normalize(self.net(batch[0]), dim=-1), batch[1])
         self.log("train_loss", loss)
