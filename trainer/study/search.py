@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from typing_extensions import override
 
 from ...strategies import ConfigError
 from ...strategies.core.errors import did_you_mean
@@ -24,6 +26,40 @@ from .sweep import Variant, show
 log = logging.getLogger(__name__)
 
 ALLOWED = "choice(a,b), range(1,9), interval(0.1,0.9) or tag(log,interval(0.001,0.1))"
+
+PRUNED_AT = "pruned_at"
+"""The attribute of a pruned trial: the validation after which it ended."""
+
+
+class PruneTrial(pl.Callback):
+    """End a trial of a search whose monitored metric is worse than the other trials', by Optuna's pruner; None reports.
+
+    Rank 0 reports the metric `monitor` after every validation, to the trial of a number in a study that Optuna keeps
+    in a storage, and decides for all ranks.
+    """
+
+    def __init__(self, storage: str, study: str, number: int, monitor: str, pruner: Any = None) -> None:
+        self.storage, self.study, self.number = storage, study, number
+        self.monitor, self.pruner = monitor, pruner
+        self.num_reported = 0
+        self._trial: Any = None
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        value, ends = trainer.callback_metrics.get(self.monitor), False
+        if trainer.sanity_checking or value is None:
+            return
+        if trainer.is_global_zero:
+            if self._trial is None:
+                optuna = importlib.import_module("optuna")
+                study = optuna.load_study(study_name=self.study, storage=opened(self.storage), pruner=self.pruner)
+                self._trial = optuna.Trial(study, study.trials[self.number]._trial_id)
+            self._trial.report(float(value), step=self.num_reported)
+            self.num_reported += 1
+            ends = self.pruner is not None and (math.isnan(value) or bool(self._trial.should_prune()))
+            if ends:
+                self._trial.set_user_attr(PRUNED_AT, self.num_reported)
+        trainer.should_stop = trainer.should_stop or bool(trainer.strategy.broadcast(ends))
 
 
 def opened(storage: str) -> Any:
@@ -45,11 +81,6 @@ class Search:
             )
         if cfg.mode != "fit":
             raise ConfigError(f"hparams_search: mode must be fit; got mode={cfg.mode}. Remove hparams_search.")
-        if cfg.hparams_search.get("pruner"):
-            raise ConfigError(
-                "hparams_search.pruner is no longer there: every trial finishes. Leave it out, or stop each trial by "
-                "callbacks=early_stopping."
-            )
         self.optuna = importlib.import_module("optuna")
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)  # failed trials are told here
         self.cfg, self.options, self.run_dir = cfg, cfg.hparams_search, run_dir
@@ -69,7 +100,7 @@ class Search:
             study_name=str(self.cfg.name),
             storage=opened(self.storage),
             sampler=instantiate("hparams_search.sampler", self.options.sampler) if self.options.sampler else None,
-            pruner=self.optuna.pruners.NopPruner(),
+            pruner=self.optuna.pruners.NopPruner(),  # trials are pruned by their own callback
             direction="maximize" if maximizes else "minimize",
             load_if_exists=True,
         )
@@ -90,11 +121,13 @@ class Search:
                     f"hparams_search: monitor={self.cfg.monitor} was not logged; the run logged "
                     f"{', '.join(sorted(result.metrics)) or 'nothing'}. Set monitor to one of them."
                 )
+            if PRUNED_AT in self.study.trials[trial.number].user_attrs:
+                raise self.optuna.TrialPruned
             return math.nan if result.status == DIVERGED else result.monitored
 
         def tell(_: Any, trial: Any) -> None:
-            best = self.best()
-            told = "" if trial.value is None else f" {self.cfg.monitor} {trial.value:.4g}"
+            best, value = self.best(), last_value(trial)
+            told = "" if value is None else f" {self.cfg.monitor} {value:.4g}"
             told += "" if best is None else f" · best {best.value:.4g} (trial {best.number})"
             log.info("trial %d: %s%s", trial.number, trial.state.name.lower(), told)
 
@@ -116,6 +149,9 @@ class Search:
             OmegaConf.update(cfg, key, value)
         with open_dict(cfg):
             cfg.run_dir, cfg.test_after_fit, cfg.hparams_search = str(folder), False, None
+            report = {"_target_": f"{PruneTrial.__module__}.{PruneTrial.__qualname__}", "monitor": cfg.monitor}
+            place = {"storage": self.storage, "study": str(cfg.name), "number": number, "pruner": self.options.pruner}
+            cfg.callbacks = {**(cfg.callbacks or {}), "prune_trial": {**report, **place}}
         (folder / ".hydra").mkdir(parents=True, exist_ok=True)
         OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
         OmegaConf.save([f"{key}={value}" for key, value in values.items()], folder / ".hydra" / "overrides.yaml")
@@ -126,14 +162,14 @@ class Search:
         return self.study.best_trial if any(t.state.name == "COMPLETE" for t in self.study.trials) else None
 
     def variants(self) -> list[Variant]:
-        """The trials as rows of the table."""
+        """The trials as rows of the table; a pruned one has its last value."""
         strategy, states = strategy_name(self.cfg), {"COMPLETE": "", "FAIL": FAILED}
         rows: list[Variant] = []
         for trial in self.study.trials:
             shown = ((key, trial.params[key]) for key in self.space if key in trial.params)
             words = tuple(f"{key}={f'{v:.4g}' if isinstance(v, float) else v}" for key, v in shown)
             state, result = states.get(name := str(trial.state.name), name.lower()), self.results.get(trial.number)
-            rows.append(Variant(trial.number, strategy, words, trial.value, state, result))
+            rows.append(Variant(trial.number, strategy, words, last_value(trial), state, result))
         return rows
 
     def _distribution(self, key: str, text: Any) -> Any:
@@ -159,3 +195,9 @@ class Search:
             raise ValueError("it is not a set of values")
         except (HydraException, ValueError, IndexError) as exc:
             raise ConfigError(f"hparams_search.space.{key}={text}: {exc}. Give {ALLOWED}.") from exc
+
+
+def last_value(trial: Any) -> float | None:
+    """A trial's value, or of a pruned one the last that it reported."""
+    reported = trial.intermediate_values
+    return reported[max(reported)] if trial.value is None and reported else trial.value

@@ -18,7 +18,10 @@ COLUMNS = ("job", "strategy", "overrides", "samples/s", "memory MiB", "metric", 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of several runs, with its monitored value; `state` is `failed` or `diverged`, unless it ended well."""
+    """One run of several: its number, what distinguishes it, and its value of the monitored metric.
+
+    `state` says how it ended if not as it should: `failed`, `diverged` or `pruned`.
+    """
 
     number: int
     strategy: str

@@ -1,4 +1,4 @@
-"""`hparams_search=optuna`: the space, failures, the table."""
+"""`hparams_search=optuna`: the space, pruning, failures, the table; under ddp as in one process."""
 
 import csv
 import importlib.util
@@ -11,7 +11,7 @@ from seen import SHORT
 from evener.strategies import ConfigError
 from evener.trainer import Result, compose, train
 from evener.trainer.cli.train import run_job
-from evener.trainer.study.search import Search
+from evener.trainer.study.search import Search, opened
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="optuna is not installed; pip install evener[optuna]"
@@ -64,7 +64,6 @@ def test_the_space_is_what_the_words_say(tmp_path: Path) -> None:
         ("+hparams_search.space.strategy='choice(dp,ddp)'", r"For a group run one search .* -m strategy=a,b"),
         ("hparams_search.space.module.lr='0.1'", r"module\.lr=0\.1: it is not a set of values\. Give choice"),
         ("hparams_search.space.module.lr='interval(2,1)'", r"space\.module\.lr=interval\(2,1\): .*Give choice"),
-        ("+hparams_search.pruner=x", r"pruner is no longer there: every trial finishes"),
         ("mode=test", r"mode must be fit; got mode=test"),
     ],
 )
@@ -129,3 +128,19 @@ def test_failing_trials_are_recorded_the_maximum_is_sought_and_a_search_goes_on_
 def test_what_no_trial_can_do_ends_the_search(outcome: Any, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ran(tmp_path, outcome, 0.5, 0.4)
+
+
+@needs_optuna
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("ranks", [[], ["strategy=ddp", "devices=2", "strategy.batch_size_is=global"]])
+def test_a_worse_trial_is_pruned_on_every_rank(ranks: list[str], tmp_path: Path) -> None:
+    only_lr = ["hparams_search.space.module.channels=null", "hparams_search.space.module.hidden=null"]
+    pruner = ["hparams_search.pruner.n_startup_trials=1", "hparams_search.pruner.n_warmup_steps=0"]
+    lr = "hparams_search.space.module.lr='choice(0.005,0.0)'"
+    done = search(tmp_path, *only_lr, lr, *pruner, *ranks, "trainer.max_epochs=3", "hparams_search.num_trials=2")
+    study = done.optuna.create_study(study_name=str(done.cfg.name), storage=opened(done.storage))
+    for rate in (0.005, 0.0):
+        study.enqueue_trial({"module.lr": rate})
+    done.execute(train)
+    assert [trial.state.name for trial in done.study.trials] == ["COMPLETE", "PRUNED"]
+    assert [done.results[number].num_steps for number in (0, 1)] == [12, 4], "after the first validation"
