@@ -102,17 +102,6 @@ def _stage(trainer: pl.Trainer) -> str:
     return "train" if trainer.training else "test" if trainer.testing else "predict"
 
 
-def equal_parts(loop: Any) -> list[int]:
-    """Sizes that stand for those of the parts of a loop's batches, if ranks are known to have equal ones of each."""
-    divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]
-    every = [None if batches is None else batches.part_sizes() for batches in divided]
-    if not all(sizes is not None and all(len(set(one)) == 1 for one in sizes) for sizes in every):
-        return []
-    found = {one[0] for sizes in every for one in sizes or ()}
-    odd, even = any(size % 2 and size > 1 for size in found), any(size % 2 == 0 for size in found)
-    return [*[4] * even, *[3] * odd, *[2] * even, *[1] * (1 in found)]
-
-
 def takes_others_batches(loop: Any) -> bool:
     """Whether ranks each take batches of a sampler that is not torch's, which nobody has made to be joined."""
     divided = [getattr(loader, "rank_batches", None) for loader in loop._combined_loader._flattened]

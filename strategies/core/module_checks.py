@@ -1,7 +1,7 @@
 """Properties of a module, and of its hooks, that decide whether and where its batches can be cut."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard
 
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from .errors import ConfigError
 
@@ -32,15 +32,6 @@ def has_batchnorm(module: nn.Module) -> bool:
 def is_metric(part: nn.Module) -> TypeGuard[Metric]:
     """Whether a module is a metric of torchmetrics; `isinstance` asks an abstract class's 250 derived ones."""
     return Metric in type(part).__mro__
-
-
-def own_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those in it, with the prefixes of their names, but for metrics and BatchNorm layers."""
-    if not (is_metric(module) or isinstance(module, MetricCollection)):
-        if not isinstance(module, _BatchNorm):
-            yield prefix, module
-        for name, child in module.named_children():
-            yield from own_parts(child, f"{prefix}{name}.")
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
-from ..batch.exact.step_comparison import StepComparison
+from ..batch.exact.comparison import StepComparison
 from ..batch.exact.verdict import Plan, Views
 from ..batch.exact.verifier import find_evaluated, verified
 from ..batch.layout import GlobalView, WholeSteps, tell_whole
@@ -161,8 +161,7 @@ class WholeBatches:
         """Whether the step of training computes otherwise than when it was compared; all ranks call it."""
         strategy = self._strategy
         if self._compares_together and self._has_changed is None:
-            structure = strategy.structures.of_batch(strategy.trainer)
-            comparison = StepComparison(strategy, structure, together=True)
+            comparison = StepComparison(strategy, together=True)
             self._has_changed = partial(strategy.sync.evaluate, partial(comparison.has_changed, rest))
         has_changed = self._has_changed is not None and self._has_changed()
         return has_changed if self._compares_together else broadcast_object(has_changed)

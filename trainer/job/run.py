@@ -183,7 +183,6 @@ def keep_snapshot(cfg: DictConfig) -> None:
 def build(cfg: DictConfig) -> Parts:
     """Instantiate the objects that the configuration names."""
     strategy = instantiate("strategy", cfg.strategy)
-    strategy.is_configured = True  # messages name options as the command line does
     module, data = module_and_data(cfg)
     if cfg.compile:
         module.compile()

@@ -1,5 +1,5 @@
 """Make parts of a batch train, and log, exactly what the whole batch would, and verify that they do.
 
-Exports: verifier, verdict, cuts; loss_reader; programs.
+Exports: verifier, comparison, verdict; loss_reader; programs.
 May import: batch, core.
 """

@@ -1,168 +1,146 @@
-"""See what a step leaves in a module: parameters, buffers, plain attributes and random generators, by name."""
+"""Run a step with a copy of what its module keeps, see what it changes there, and compare values."""
 
 import copy
 import itertools
+import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
+from torchmetrics import MetricCollection
+from typing_extensions import Self
 
-from ...core.module_checks import is_metric, is_plain, own_parts
-from ...core.patching import CONTAINERS, LIGHTNING_KEYS, MOST_ELEMENTS, Kept, copied, hooks_of, refill
+from ...core.module_checks import is_metric, is_plain
+from ...core.patching import CONTAINERS, LIGHTNING_KEYS, hooks_of
 from ..results import is_loss
 from ..structure import walk
 
 _LIBRARIES = ("builtins", "evener", "functools", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "types")
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, Tensor, *CONTAINERS, *GENERATORS)
+_LARGE = 2**20
+"""Elements of a buffer that is not copied for each part."""
 
 
-@dataclass
-class Written:
-    """A value that a module keeps in a dictionary, of parameters, buffers or attributes, and a copy of its contents.
+class Written(NamedTuple):
+    """A parameter, a buffer or an attribute that a step has left, and its owner: a module, or an object in one."""
 
-    Args:
-        is_saved: whether checkpoints hold it.
-    """
-
-    owner: dict[str, Any]
+    owner: Any
     key: str
     value: Any
-    is_saved: bool = False
-    contents: Any = None
 
-    def put(self) -> None:
-        """Give the module this value, with its contents."""
-        self.owner[self.key] = self.value
-        _give(self.value, self.contents)
+    @property
+    def is_saved(self) -> bool:
+        """Whether checkpoints hold it."""
+        one = self.owner
+        is_buffer = isinstance(one, nn.Module) and self.key in one._buffers.keys() - one._non_persistent_buffers_set
+        return is_buffer or (isinstance(one, nn.Module) and self.key in one._parameters)
 
 
-class ModuleState(Kept):
-    """What a module keeps, as it was when this was made, but for metrics; BatchNorm and hooks are only restored."""
+class ModuleState:
+    """A copy of what a module keeps, but for metrics, that is in its place inside the block.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._first_hook = module, RemovableHandle.next_id
-        self._kept = {name: replace(one, contents=_contents(one.value)) for name, one in _values(module)}
-        held = [(one.value, one.contents) for one in self._kept.values() if isinstance(one.value, Tensor)]
-        self._memory = [(tensor, tensor.data) for tensor, _ in held]
-        held += [(buffer, copied(buffer)) for buffer in module.buffers()]
-        parts = [part for part in module.modules() if not is_metric(part)]
-        super().__init__([space for part in parts for space in (vars(part), *_objects(part).values())], held)
-        inside = [
-            one for items, _ in self._containers for one in (items.values() if isinstance(items, dict) else items)
-        ]
-        self._contents += [(one, copied(one)) for one in inside if isinstance(one, Tensor)]
-        others = [one.value for one in self._kept.values() if not isinstance(one.value, (Tensor, *CONTAINERS))]
-        self._others = [
-            (one, _contents(one)) for one in (*others, *inside) if isinstance(one, (np.ndarray, *_GENERATORS))
-        ]
+    Parameters and large buffers are not copied; what the block writes to them is undone after it. `base` is the state
+    in which this one is made.
+    """
 
-    def taken(self, draws: bool = True) -> dict[str, Written]:
-        """Undo what has been written since, and return it; `draws` has generators undo what they have drawn, too."""
-        found = {name: one for name, one in _values(self._module) if self._differs(name, one.value)}
-        kinds = () if draws else _GENERATORS
-        written = {
-            name: replace(one, contents=_contents(one.value))
-            for name, one in found.items()
-            if not isinstance(one.value, kinds)
-        }
-        for name, other in written.items():
-            if name in self._kept:
-                self._kept[name].put()
-            else:
-                other.owner.pop(other.key, None)
-        return written
+    def __init__(self, module: nn.Module, base: "ModuleState | None" = None) -> None:
+        self._module, self._owners, self._first_hook = module, list(_owners(module)), RemovableHandle.next_id
+        self._held = list(_held(module)) if base is None else base._held
+        self._changed = list[tuple[Tensor, Tensor]]()
+        copied = partial(_copied, {id(tensor) for tensor, _ in self._held})
+        self._own = [{key: tree_map(copied, value) for key, value in vars(one).items()} for _, one in self._owners]
 
-    def _differs(self, name: str, value: Any) -> bool:
-        known = self._kept.get(name)
-        if known is None or not (value is known.value or isinstance(value, _PLAIN)):
-            return True
-        return unlike(_contents(value) if isinstance(value, _GENERATORS) else value, known.contents, 0.0)
+    def __enter__(self) -> Self:
+        self._exchange()
+        for tensor, contents in self._changed:
+            tensor.data.copy_(contents)
+        return self
 
-    @override
-    def restore(self) -> None:
-        for tensor, data in self._memory:  # as others may see it
-            tensor.data = data
-        super().restore()
-        for value, contents in self._others:
-            _give(value, contents)
+    def __exit__(self, *_: object) -> None:
+        plain = [(one, kept) for one, kept in self._held if is_plain(one)]  # shards are compared by all ranks together
+        self._changed = [(one, one.detach().clone()) for one, kept in plain if not torch.equal(one, kept)]
+        for tensor, kept in self._held:
+            tensor.data.copy_(kept)  # hidden from autograd, whose graphs are not to be spoiled
+        self._exchange()
         for hooks in [hooks for parameter in self._module.parameters() for hooks in hooks_of(parameter)]:
             for number in [number for number in hooks if isinstance(number, int) and number >= self._first_hook]:
                 del hooks[number]
 
+    def _exchange(self) -> None:
+        for i, space in enumerate(vars(owner) for _, owner in self._owners):
+            own, self._own[i] = self._own[i], dict(space)
+            for key in space.keys() - own.keys():  # other threads may read what stays
+                del space[key]
+            space.update(own)
 
-def _values(module: nn.Module) -> Iterator[tuple[str, Written]]:
-    for prefix, part in own_parts(module):
-        for key, parameter in part.named_parameters(recurse=False):
-            if is_plain(parameter):  # shards are compared by all ranks together, and one rank is here
-                yield prefix + key, Written(part._parameters, key, parameter, True)  # pyright: ignore[reportArgumentType]  # parameters only
-        for key, buffer in part.named_buffers(recurse=False):
-            if is_plain(buffer) and buffer.layout is torch.strided and not buffer.is_quantized:
-                yield prefix + key, Written(part._buffers, key, buffer, key not in part._non_persistent_buffers_set)
-        for place, own in {"": vars(part), **_objects(part)}.items():
-            for key, value in list(own.items()):
-                if (place or key not in LIGHTNING_KEYS) and (_is_plain(value) or isinstance(value, _GENERATORS)):
-                    yield f"{prefix}{place}{key}", Written(own, key, value)
+    @staticmethod
+    def give(written: Iterable[Written]) -> None:
+        """Give the module what a step has left, in the block."""
+        for owner, key, value in written:
+            if isinstance(known := vars(owner).get("_parameters", {}).get(key), Tensor):
+                known.data.copy_(value)
+            else:
+                setattr(owner, key, tree_map(partial(_copied, ()), value))
+
+    def written(self) -> dict[str, Written]:
+        """What the block has changed, by name, asked after it."""
+        found, changed = dict[str, Written](), {id(tensor): own for tensor, own in self._changed}
+        for (prefix, owner), own in zip(self._owners, self._own, strict=True):
+            before = _named(vars(owner))
+            for key, value in () if isinstance(owner, MetricCollection) else _named(own).items():
+                now = changed.get(id(value), value)
+                if now is not value or key not in before or unlike(value, before[key], 0.0):
+                    found[f"{prefix}{key}"] = Written(owner, key, now)
+        return found
 
 
-def _objects(part: nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes of objects of users' classes that a module holds, such as running statistics."""
-    return {
-        f"{key}.": vars(value)
-        for key, value in vars(part).items()
-        if key not in LIGHTNING_KEYS and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
-        and (isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _LIBRARIES)
-    }  # fmt: skip
+def _owners(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module, those in it but for metrics, and objects of users' classes, such as statistics; with prefixes."""
+    for name, part in module.named_modules():
+        if not is_metric(part):
+            prefix = f"{name}." if name else ""
+            yield prefix, part
+            for key, value in vars(part).items():
+                of_user = type(value).__module__.partition(".")[0] not in _LIBRARIES
+                is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+                if key not in LIGHTNING_KEYS and is_object and (of_user or isinstance(value, SimpleNamespace)):
+                    yield f"{prefix}{key}.", value
 
 
-def _is_plain(value: Any) -> bool:
+def _held(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters, and buffers that are not copied, each with a copy of what it holds."""
+    for part in module.modules():
+        is_script = isinstance(part, torch.jit.ScriptModule)
+        buffers = (b for b in part.buffers(recurse=False) if is_script or b.numel() > _LARGE or not is_plain(b))
+        for tensor in (*part.parameters(recurse=False), *buffers):
+            if not (is_lazy(tensor) or tensor.is_meta):
+                yield tensor, tensor.detach().clone()
+
+
+def _named(space: dict[str, Any]) -> dict[str, Any]:
+    """The attributes among these that are compared, and parameters and buffers."""
+    own = {key: value for key, value in space.items() if key not in LIGHTNING_KEYS and isinstance(value, _PLAIN)}
+    return {**own, **space.get("_parameters", {}), **space.get("_buffers", {})}
+
+
+def _copied(held: Container[int], value: Any) -> Any:
+    """A copy of a tensor, an array, a set or a generator, but for those of some numbers; else the value itself."""
     if isinstance(value, Tensor):
-        return is_plain(value) and not isinstance(value, nn.Parameter)
-    if type(value) in CONTAINERS:
-        inside = value.values() if isinstance(value, dict) else value
-        return len(value) <= MOST_ELEMENTS and all(map(_is_plain, inside))
-    return isinstance(value, _PLAIN) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
-
-
-def _contents(value: Any) -> Any:
-    """A copy of what a value holds: elements, items with what these hold, or a generator's state."""
-    if isinstance(value, (random.Random, torch.Generator)):
-        return value.getstate() if isinstance(value, random.Random) else value.get_state()
-    if isinstance(value, (np.random.Generator, np.random.RandomState)):
-        return copy.deepcopy(value.bit_generator.state) if isinstance(value, np.random.Generator) else value.get_state()
-    if type(value) is tuple:
-        return tuple(map(_contents, value))
-    made = copied(value) if isinstance(value, (Tensor, np.ndarray, *CONTAINERS)) else value
-    if type(value) in CONTAINERS and not isinstance(value, set):
-        for place, inside in value.items() if isinstance(value, dict) else enumerate(value):
-            made[place] = _contents(inside)
-    return made
-
-
-def _give(value: Any, contents: Any) -> None:
-    """Have a value hold what `_contents` has copied; a tensor in other memory than graphs may have saved."""
-    if isinstance(value, Tensor):
-        if not value.requires_grad or value.is_leaf:
-            value.data = contents.clone()
-    elif isinstance(value, np.ndarray):
-        value[...] = contents
-    elif isinstance(value, random.Random):
-        value.setstate(contents)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = contents
-    elif isinstance(value, (np.random.RandomState, torch.Generator)):
-        value.set_state(contents)
-    elif type(value) in CONTAINERS and type(value) is not tuple:
-        refill(value, _contents(contents))
+        is_own = is_plain(value) and value.is_leaf and not isinstance(value, nn.Parameter) and id(value) not in held
+        return value.detach().clone().requires_grad_(value.requires_grad) if is_own else value
+    if isinstance(value, GENERATORS):
+        return copy.deepcopy(value)
+    return copy.copy(value) if isinstance(value, np.ndarray) or type(value) in CONTAINERS else value
 
 
 _MOST_ELEMENTS = 2**16
@@ -208,30 +186,28 @@ def differences(expected: Sequence[Tensor], found: Sequence[Tensor]) -> list[flo
     return [float((a - b).abs().nan_to_num(torch.inf).max()) / largest if a.numel() else 0.0 for a, b in pairs]
 
 
-def tolerance(value: Any, parameters: Sequence[Tensor]) -> float:
-    """How large a difference may be, by the least precise dtype among a value and parameters."""
-    numbers = [one for one in (value, *parameters) if isinstance(one, Tensor) and one.is_floating_point()]
+def tolerance(*values: Any) -> float:
+    """How large a difference may be, by the least precise dtype among values."""
+    numbers = [one for one in values if isinstance(one, Tensor) and one.is_floating_point()]
     eps = max((torch.finfo(one.dtype).eps for one in numbers), default=torch.finfo(torch.float32).eps)
     return _EXACT if eps < 1e-12 else max(_CLOSE, 16 * eps)
 
 
-def are_alike(one: Any, other: Any, losses: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+def are_alike(one: Any, other: Any, losses: Iterable[Tensor], parameters: Sequence[Tensor]) -> bool:
     """Whether two values hold the same tensors, numbers and strings, but for what is one of some losses."""
     kinds = (Tensor, np.ndarray, int, float, str)
     ours, theirs = ([leaf for _, leaf in walk(value) if isinstance(leaf, kinds)] for value in (one, other))
     for a, b in zip(ours, theirs, strict=False):
-        if isinstance(b, Tensor) and any(is_loss(a, loss) for loss in losses):
-            continue
-        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype.kind in "biufc":
-            a, b = torch.as_tensor(a), torch.as_tensor(b)
         is_float = isinstance(a, float) or (isinstance(a, Tensor) and a.is_floating_point())
-        if unlike(a, b, tolerance(a, parameters) if is_float else 1e-6):
+        is_float = is_float or (isinstance(a, np.ndarray) and a.dtype.kind in "fc")
+        is_known = isinstance(b, Tensor) and any(is_loss(a, loss) for loss in losses)
+        if not is_known and unlike(a, b, tolerance(a, *parameters) if is_float else 1e-6):
             return False
     return len(ours) == len(theirs)
 
 
 def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
-    """Whether two values, or what they hold, differ by more than a fraction of the largest."""
+    """Whether two values, or what they hold, differ by more than a fraction of the largest; objects never do."""
     if one is other:
         return False
     (held, kind), (others, other_kind) = tree_flatten(one), tree_flatten(other)
@@ -239,9 +215,11 @@ def unlike(one: Any, other: Any, by: float = 1e-6) -> bool:
 
 
 def _apart(one: Any, other: Any, by: float) -> bool:
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and one.dtype.kind in "biufc":
         one, other = torch.as_tensor(one), torch.as_tensor(other)
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if not (is_plain(one) and is_plain(other)):
+            return False
         if one.shape != other.shape or not by:
             return not torch.equal(one, other)
         a, b = one.detach().double(), other.detach().double().to(one.device)
@@ -249,6 +227,13 @@ def _apart(one: Any, other: Any, by: float) -> bool:
         return not torch.allclose(a, b, rtol=0, atol=by * float(b.abs().max() if b.numel() else 0), equal_nan=True)
     if type(one) is not type(other):
         return True
+    if isinstance(one, GENERATORS):
+        return _state(one) != _state(other)
     if isinstance(one, (float, np.floating)):
         return not (abs(one - other) <= by * abs(other) or (one != one and other != other))
-    return bool(one != other)
+    return isinstance(one, _PLAIN) and not isinstance(one, np.ndarray) and bool(one != other)
+
+
+def _state(generator: Any) -> bytes:
+    is_torch = isinstance(generator, torch.Generator)
+    return generator.get_state().numpy().tobytes() if is_torch else pickle.dumps(generator)

@@ -23,7 +23,7 @@ from ...core.errors import PartsDiffer
 from ...core.executor import Piece
 from ...core.module_checks import is_plain
 from ...core.module_log import LOG_OPTIONS, lightning_modules, module_log, received
-from ...core.patching import Replacement, hooks_of, kept_metrics, replaced
+from ...core.patching import hooks_of, kept_metrics, replaced
 from ...core.types import Batch
 from ..evaluation_lists import Appended, PartLists
 from ..meeting import Combine, Meeting, SimulatedRanks, seat, simulating
@@ -38,7 +38,6 @@ from .programs import RETURNED
 MakesBatch: TypeAlias = Callable[[int, int], Batch]
 """Makes a batch of the samples from i to j."""
 
-
 _DRAWING = (
     nn.MultiheadAttention, nn.RReLU, nn.TransformerDecoderLayer, nn.TransformerEncoderLayer, _DropoutNd, _NormBase,
 )  # fmt: skip
@@ -51,18 +50,9 @@ class Cannot(Exception):  # told, and no error
 
 @dataclass
 class Ran(Seen):
-    """What a step of the module has done.
+    """What a step has done on some samples; its first part knows what metrics were `given`, and which of it is `rows`.
 
-    Args:
-        losses: with their graphs; in manual optimization of each call of `manual_backward`.
-        unused: whether a parameter that is trained took no part in a loss.
-        weight: the `loss_weight` that it returned.
-        written: what it has changed in the module, by name.
-        given: of the first part, what metrics were given of all, and which arguments are `rows` of samples.
-        output: what it returned.
-        appended: what it has appended to lists of the module.
-        open: names of the submodules in whose forward it is.
-        outside: submodules of which it has used parameters outside of their forward.
+    In manual optimization each call of `manual_backward` has a loss. `open` are the submodules in whose forward it is.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -77,38 +67,26 @@ class Ran(Seen):
     outside: set[str] = field(default_factory=set[str])
 
 
-@dataclass
 class Trial:
-    """Runs a step of a module.
+    """Runs a step of a module that a strategy has placed, by all ranks `together` or by one alone.
 
-    Args:
-        step: name of the module's method.
-        device: where it expects its batch.
-        strategy: name that begins messages.
-        together: whether all ranks run it, whose steps are exchanges.
-        evaluates: what is in evaluation mode: 0 for layers of torch that draw random numbers, 1 for those of others,
-            too, that hold no layers, 2 for all of the module.
-        in_turn: whether chunks run one after the other in training, each in the module as the one before has left it.
-        sees_calls: whether it is noted where the parameters of submodules are used.
-        rest: arguments of the step after the batch.
-        of_ranks: whether parts are those of ranks; else chunks.
+    In evaluation mode are, by `evaluates`, 0: layers of torch that draw random numbers; 1: also those of others that
+    hold no layers; 2: all. Chunks run `in_turn` if each finds the module as the one before has left it.
     """
 
-    module: pl.LightningModule
-    step: str
-    device: torch.device
-    strategy: str
-    together: bool
-    evaluates: int
-    in_turn: bool = False
-    sees_calls: bool = False
-    rest: Sequence[Any] = ()
-    of_ranks: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """Whether it is the step of training."""
-        return self.step == "training_step"
+    def __init__(self, strategy: Any, step: str, together: bool) -> None:
+        self.strategy, self.name, self.step, self.together = strategy, strategy.strategy_name, step, together
+        self.module: pl.LightningModule = strategy.lightning_module
+        self.trains, self.of_ranks = step == "training_step", False
+        self.rest: Sequence[Any] = ()
+        """Arguments of the step after the batch."""
+        self.evaluates = 0 if self.trains else 2
+        devices = {parameter.device for parameter in self.module.parameters()}
+        # where a step expects its batch; shards are made of a module that is not on its device yet
+        self.device: torch.device = devices.pop() if len(devices) == 1 else self.module.device
+        layout = getattr(strategy, "layout", None)  # not of one device, where batches are accumulated
+        self.in_turn = layout is not None and layout.cut_by.startswith("num_microbatches")
+        self.sees_calls = self.trains and hasattr(strategy, "shards") and not together
 
     @property
     def goes_on(self) -> bool:
@@ -116,63 +94,53 @@ class Trial:
         return self.in_turn and not self.of_ranks
 
     def run(self, batch: MakesBatch, *places: int, seed: int = 1, given: Sequence[Written] = ()) -> list[Ran]:
-        """Run the step on the samples between each two places, as parts that may meet.
-
-        Args:
-            given: what the module is given first.
-        """
-        module = self.module
-        pairs = list(itertools.pairwise(places))
+        """Run the step on the samples between each two places, with what another step has left, if `given`."""
+        module, trainer = self.module, self.module.trainer
+        pairs = list(itertools.pairwise(dict.fromkeys(places)))
         batches, sizes = [batch(i, j) for i, j in pairs], [j - i for i, j in pairs]
         with ExitStack() as stack:
-            stack.enter_context(seeded(seed, self.device))
-            state = ModuleState(module)
-            stack.callback(state.restore)
-            stack.enter_context(kept_metrics(module))
-            trainer: Any = module.trainer
-            stack.enter_context(replaced(trainer, "_loggers", [_Silent(own) for own in trainer._loggers]))
-            stack.enter_context(torch.set_grad_enabled(self.trains))
+            enter = stack.enter_context
+            enter(seeded(seed, self.device))
+            state = enter(ModuleState(module))
+            enter(kept_metrics(module))
+            enter(replaced(trainer, "_loggers", [_Silent(own) for own in trainer._loggers]))
+            enter(torch.set_grad_enabled(self.trains))
             for part in module.modules():
                 part.training = part.training and not _evaluates(part, self.evaluates)
-            parts = _Parts(self, batches, sizes, state)
-            stack.enter_context(received((module_log(part), parts.log) for part in lightning_modules(module)))
+            parts = _Parts(self, batches, sizes, state, given)
+            enter(received((module_log(part), parts.log) for part in lightning_modules(module)))
             if self.sees_calls:
                 stack.callback(register_module_forward_pre_hook(parts.enter).remove)
                 stack.callback(register_module_forward_hook(parts.leave, always_call=True).remove)
             if not self.together:
-                stack.enter_context(simulating(SimulatedRanks(len(sizes) if self.of_ranks else 1)))
-            for one in given:
-                one.put()
+                enter(simulating(SimulatedRanks(len(sizes) if self.of_ranks else 1)))
             if not module.automatic_optimization:
-                _hold_optimizers(module, parts.backward, stack)
-            metrics = PartMetrics(module, [self.device] * len(sizes), self.strategy, parts.number)
+                _hold_optimizers(module, parts.backward)
+            elif self.trains and not self.of_ranks:
+                unread = property(partial(_refuse_to_read, self.name), getattr(Tensor.grad, "__set__"))  # noqa: B009
+                enter(replaced(nn.Parameter, "grad", unread))
+            metrics = PartMetrics(module, [self.device] * len(sizes), self.name, parts.number)
             stack.callback(metrics.close)
-            recording = nullcontext() if self.of_ranks else metrics.recording(sizes, notes=True)
-            unread = property(partial(_refuse_to_read, self.strategy), getattr(Tensor.grad, "__set__"))  # noqa: B009
-            is_read = not self.trains or self.of_ranks or not module.automatic_optimization
-            with recording, parts, nullcontext() if is_read else replaced(nn.Parameter, "grad", unread):
+            with nullcontext() if self.of_ranks else metrics.recording(sizes, notes=True), parts:
                 for piece in parts.pieces:
                     piece.call()
             found = parts.found
-            if not (self.of_ranks or self.together):  # chunks share what they have drawn of
-                left = state.taken()
-                for one in found:
-                    one.written.update(left)
             found[0].given, found[0].rows = metrics.replay(partial(_mean_loss, found)), metrics.rows
+        for one in found if self.goes_on else ():
+            one.written.update(state.written())
         return found
 
 
 class _Parts(Meeting):
-    """Parts that run, and meet, in one module as in one of each: what one has written to it is put aside meanwhile.
+    """Parts that run, and meet, in one module as in one of each."""
 
-    Attributes:
-        found: what each has done.
-    """
-
-    def __init__(self, trial: Trial, batches: Sequence[Batch], sizes: Sequence[int], state: ModuleState) -> None:
+    def __init__(
+        self, trial: Trial, batches: Sequence[Batch], sizes: Sequence[int], state: ModuleState, given: Sequence[Written]
+    ) -> None:
         pieces = zip(sizes, batches, strict=True)
         super().__init__([Piece(trial.device, f"{num} samples", partial(self._step, one)) for num, one in pieces])
-        self._trial, self._state = trial, state
+        self._trial, self._base, self._left = trial, state, given
+        self._states = dict[int, ModuleState]()
         self.found = [Ran(num) for num in sizes]
         self._names = {part: name for name, part in trial.module.named_modules()}
         self._trained = [p for p in trial.module.parameters() if p.requires_grad]  # a toggled optimizer freezes some
@@ -196,7 +164,7 @@ class _Parts(Meeting):
         """Note that its call has ended."""
         self._here.open.pop()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
         """Note a loss that goes backward."""
         self._here.losses.append(loss)
         self._here.unused |= _leaves_out(loss, self._trained)
@@ -208,14 +176,25 @@ class _Parts(Meeting):
             self._here.tape.log(name, value, options.get("batch_size"))
 
     def _step(self, batch: Batch) -> None:
+        trial = self._trial
+        if trial.goes_on or (trial.together and trial.trains):
+            self._base.give(self._left)
+            return self._run_step(batch)
+        state = self._states[self.number()] = ModuleState(trial.module, self._base)
+        with state:
+            state.give(self._left)
+            self._run_step(batch)
+        self._here.written.update(state.written())
+        return None
+
+    def _run_step(self, batch: Batch) -> None:
         trial, module, here = self._trial, self._trial.module, self._here
         lists = PartLists([vars(part) for part in lightning_modules(module)])
-        uses = _Uses(module, here) if trial.sees_calls else nullcontext()
-        with nullcontext() if trial.together else _OneRank(), uses, here.tape:
+        with _Watch(trial, here), here.tape:
             output: Any = getattr(module, trial.step)(batch, *trial.rest)
         if not trial.of_ranks and self._hooks != _hooks(module):
             raise PartsDiffer(
-                f"{trial.strategy}: {trial.step} registers or removes hooks, as each part of a batch would. Register "
+                f"{trial.name}: {trial.step} registers or removes hooks, as each part of a batch would. Register "
                 "them in __init__, setup or on_fit_start."
             )
         lists.take((0, 0), here.num)
@@ -226,21 +205,20 @@ class _Parts(Meeting):
                 raise Cannot(f"training_step returned a loss of shape {tuple(loss.shape)}")
             here.tape.log(RETURNED, loss)
             self.backward(loss)
-        if not (trial.goes_on or (trial.together and trial.trains)):
-            here.written.update(self._state.taken(draws=trial.of_ranks))
 
     @override
     def meet(self, part: int, where: str, value: Any, combine: Combine) -> Any:
         if self._trial.goes_on:
             raise PartsDiffer(
-                f"{self._trial.strategy}: training_step needs the rows of all micro-batches at once, which run one "
+                f"{self._trial.name}: training_step needs the rows of all micro-batches at once, which run one "
                 "after the other. Set num_microbatches=1."
             )
-        written = {} if self._trial.together else self._state.taken(draws=self._trial.of_ranks)
-        answer = super().meet(part, where, value, combine)
-        for one in written.values():
-            one.put()
-        return answer
+        state = self._states.get(part, nullcontext())
+        state.__exit__(None, None, None)
+        try:
+            return super().meet(part, where, value, combine)
+        finally:
+            state.__enter__()
 
 
 class _Silent(DummyLogger):
@@ -256,13 +234,34 @@ class _Silent(DummyLogger):
     log_dir: Any = property(lambda self: self._own.log_dir)
 
 
-class _OneRank(TorchDispatchMode):
-    """Refuses collectives: only rank 0 computes."""
+class _Watch(TorchDispatchMode):
+    """Refuses collectives of one rank alone, and notes submodules of which parameters are used outside their forward.
+
+    All may be in a backward pass of the step's own.
+    """
+
+    def __init__(self, trial: Trial, ran: Ran) -> None:
+        super().__init__()
+        self._trial, self._ran = trial, ran
+        self._owners = {
+            parameter.untyped_storage().data_ptr(): [".".join(path[:i]) for i in range(1, len(path))]
+            for name, parameter in trial.module.named_parameters()
+            if trial.sees_calls and is_plain(parameter) and (path := name.split("."))
+        }
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if not self._trial.together and func.namespace in ("c10d", "_c10d_functional"):
             raise Cannot("training_step communicates with other ranks")
+        sees, outside = self._trial.sees_calls, self._ran.outside
+        if sees and torch._C._current_graph_task_id() >= 0:
+            outside.update(name for name, _ in self._trial.module.named_modules())
+        for one in (
+            tree_leaves((args, kwargs)) if sees and torch.is_grad_enabled() else ()
+        ):  # else elements of shards do
+            if isinstance(one, Tensor) and is_plain(one) and one.layout is torch.strided:
+                owners = self._owners.get(one.untyped_storage().data_ptr(), ())
+                outside.update(name for name in owners if name not in self._ran.open)
         return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -276,34 +275,6 @@ def _refuse_to_read(strategy: str, _: nn.Parameter) -> Any:
         f"{strategy}: training_step reads the .grad of a parameter, which isn't the whole batch's. Read it in "
         "on_before_optimizer_step."
     )
-
-
-class _Uses(TorchDispatchMode):
-    """Notes the submodules whose parameters a step uses outside of their forward, as all may be in its own backward."""
-
-    def __init__(self, module: nn.Module, ran: Ran) -> None:
-        super().__init__()
-        self._ran, self._names = ran, [name for name, _ in module.named_modules()]
-        self._owners = {
-            parameter.untyped_storage().data_ptr(): [".".join(path[:i]) for i in range(1, len(path))]
-            for name, parameter in module.named_parameters()
-            if is_plain(parameter) and (path := name.split("."))
-        }
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch._C._current_graph_task_id() >= 0:
-            self._ran.outside.update(self._names)
-        for one in tree_leaves((args, kwargs)) if torch.is_grad_enabled() else ():  # else elements of shards may do
-            if isinstance(one, Tensor) and is_plain(one) and one.layout is torch.strided:
-                owners = self._owners.get(one.untyped_storage().data_ptr(), ())
-                self._ran.outside.update(name for name in owners if name not in self._ran.open)
-        return func(*args, **(kwargs or {}))
-
-    @classmethod
-    @override
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
 
 def _mean_loss(steps: Sequence[Ran], values: Sequence[Any], parts: Sequence[int]) -> Any:
@@ -339,48 +310,35 @@ def _leaves_out(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
     return any(id(p) not in reached for p in parameters)
 
 
-def _hold_optimizers(module: pl.LightningModule, backward: Callable[[Tensor], None], stack: ExitStack) -> None:
-    """Have `manual_backward` note its losses, and optimizers and schedulers do nothing, inside a stack of contexts."""
-
-    def manual_backward(_: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        backward(loss)
-
+def _hold_optimizers(module: pl.LightningModule, backward: Callable[..., None]) -> None:
+    """Have `manual_backward` note its losses, and optimizers and schedulers do nothing, in this state of a module."""
     strategy: Any = module.trainer.strategy
-    optimizers, configs = strategy.optimizers, strategy.lr_scheduler_configs
-    still = partial(_answered, None)
-    calls: dict[str, Callable[..., Any]] = {"manual_backward": manual_backward, "clip_gradients": still}
+    optimizers, configs, held = strategy.optimizers, strategy.lr_scheduler_configs, ["clip_gradients"]
     if not optimizers:  # before the strategy makes them
         optimizers, configs = _init_optimizers_and_lr_schedulers(module)
-        calls |= {"toggle_optimizer": still, "untoggle_optimizer": still}
+        held += ["toggle_optimizer", "untoggle_optimizer"]
+    answers: dict[str, Any] = dict.fromkeys(held)
     for name, own in ("optimizers", optimizers), ("lr_schedulers", [config.scheduler for config in configs]):
-        answers = [_Still(one) for one in own]
-        calls[name] = partial(_answered, answers[0] if len(answers) == 1 else answers or None)
-    for name, call in calls.items():
-        stack.callback(Replacement(module, name, call).remove)
+        still = [_Still(one) for one in own]
+        answers[name] = still[0] if len(still) == 1 else still or None
+    calls = {name: partial(_answered, answer) for name, answer in answers.items()}
+    vars(module).update(calls, manual_backward=backward)
 
 
-def _answered(answer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what is known, in place of a method's result."""
+def _answered(answer: Any, *_: Any, **__: Any) -> Any:
     return answer
 
 
 class _Still:
-    """An optimizer, or a scheduler, that never steps."""
+    """An optimizer, or a scheduler, that never steps, and keeps gradients; everything else is its own."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
+        self.zero_grad, self.toggle_model = partial(_answered, None), partial(_answered, nullcontext())
 
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
         """Call the closure, as an optimizer does."""
         return closure() if callable(closure) else None
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Keep gradients."""
-
-    def toggle_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep what requires gradients."""
-        return nullcontext()
-
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the optimizer's own."""
         return getattr(self._own, name)

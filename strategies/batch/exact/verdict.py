@@ -17,11 +17,9 @@ from .programs import RETURNED, Program, Programs, Tape
 
 @dataclass(frozen=True)
 class Plan:
-    """How the loss of a part is weighted.
+    """How the loss of a part is weighted: by samples without a program, else by a leaf, its `base`.
 
-    Args:
-        program: of the loss; None for a mean over samples.
-        base: the leaf by which the whole loss counts; None if the gradient of each leaf is put in its place.
+    Without a base the gradient of each leaf is put in its place.
     """
 
     program: Program | None = None
@@ -39,7 +37,6 @@ class Plan:
 
 
 OF_SAMPLES = Plan()
-"""The plan of a mean over samples."""
 
 
 class Views(NamedTuple):
@@ -51,36 +48,21 @@ class Views(NamedTuple):
 
 @dataclass
 class Verdict:
-    """What was found.
+    """What was found; in manual optimization each call of `manual_backward` has a plan."""
 
-    Args:
-        plans: of the loss; in manual optimization of each call of `manual_backward`; empty if batches can't be cut.
-        refusal: what differs, and what to do; empty if nothing does.
-        told: lines for the log.
-        unused: whether some trained parameters take no part in a loss.
-        programs: of logged values.
-        failed: whether nothing could be compared; as the step has `raised` an error, perhaps.
-        in_chunks: whether parts of ranks are right, and chunks of these are not.
-        unlike: the logged values that parts don't give, and what to do; empty if they give all.
-        readings: what the `batch_size` of logged values is, see `Values`.
-        rows: the arguments of metrics that are rows, see `Values`.
-        outside: the submodules of which a step uses parameters outside of their forward.
-        has_changed: whether the step computes otherwise by now; it is known where it was looked at.
-    """
-
-    plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])
-    refusal: str = ""
-    told: list[str] = field(default_factory=list[str])
-    unused: bool = False
-    programs: dict[str, Program] = field(default_factory=dict[str, Program])
-    unlike: str = ""
+    plans: list[Plan] = field(default_factory=lambda: [OF_SAMPLES])  # none if batches can't be cut
+    refusal: str = ""  # what differs, and what to do
+    in_chunks: bool = False  # whether parts of ranks are right, and chunks of these are not
+    unlike: str = ""  # the logged values that parts don't give, and what to do
+    told: list[str] = field(default_factory=list[str])  # lines for the log
+    failed: bool = False  # nothing could be compared, perhaps as the step has raised an error
+    raised: bool = False
+    programs: dict[str, Program] = field(default_factory=dict[str, Program])  # these three see `Values`
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
-    failed: bool = False
-    raised: bool = False
-    in_chunks: bool = False
-    outside: set[str] = field(default_factory=set[str])
-    has_changed: Callable[[], bool] | None = None
+    unused: bool = False  # some trained parameters take no part in a loss
+    outside: set[str] = field(default_factory=set[str])  # those whose parameters are used outside of their forward
+    has_changed: Callable[[], bool] | None = None  # whether the step computes otherwise by now
 
     def waits(self, again: Collection[bool]) -> bool:
         """Whether to compare later, see `verified`."""
@@ -89,16 +71,11 @@ class Verdict:
 
 @dataclass
 class Values:
-    """The programs of a run's logged values, and the leaves of the batch in process.
+    """The programs of a run's logged values, by step and loader, and the leaves of the batch in process.
 
-    Args:
-        programs: by (name of the step, index of the loader).
-        readings: of these steps what the `batch_size` of each name is: the number of `samples`, a `constant`, whatever
-            the samples are, or another number that is `given`.
-        rows: of these steps the arguments of metrics that are rows of samples, also where a part of one has a number.
-        over_ranks: whether other ranks have parts of the batch.
-        calls: of the step on the batch, of which there are several where an optimizer calls its closure again: by the
-            names of the values, the rows of this process's part, and its own values.
+    So are what the `batch_size` of each name is (the number of `samples`, a `constant`, or `given`), and the arguments
+    of metrics that are rows of samples. `calls` of the step on the batch, of which closures make several, have the rows
+    of this process's part by name, and its own values; `over_ranks` are parts of others.
     """
 
     programs: dict[tuple[str, int], Programs] = field(default_factory=dict[tuple[str, int], Programs])

@@ -24,7 +24,7 @@ from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signatu
 from ...core.errors import PartsDiffer
 from ..run_structures import num_evaluated
 from ..structure import BatchStructure
-from .step_comparison import StepComparison
+from .comparison import StepComparison
 from .verdict import Verdict, Views
 
 _earlier = WeakKeyDictionary[pl.LightningModule, dict[str, Verdict]]()
@@ -43,7 +43,6 @@ def verified(
         verifies: whether a module that trains otherwise than on one device is refused.
         args: arguments of the first training step.
         share: gives all ranks what the first has found.
-        is_first: whether this is the first rank.
         structure: cuts batches, of accumulated ones; None for the strategy's.
         again: whether its step has raised an error, or not, where a module that can't be compared will be tried again.
         together: whether all ranks compute each step, and each of them finds the same.
@@ -51,14 +50,9 @@ def verified(
     Raises:
         PartsDiffer: the module trains otherwise; the message says what differs.
     """
-    verdict: Verdict | None = None
-    comparison: StepComparison | None = None
+    verdict, comparison = None, None
     if is_first or together:
-        try:
-            own = structure or strategy.structures.of_batch(strategy.lightning_module.trainer)
-            comparison = StepComparison(strategy, own, together=together, accumulates=structure is not None)
-        except PartsDiffer as exc:  # batches that can't be cut, of which the other ranks have yet to learn
-            return _told(share(Verdict([], str(exc))), is_first)
+        comparison = StepComparison(strategy, together=together, structure=structure)
         verdict = comparison.verdict(args[0], views, args[1:])
         earlier = _earlier.setdefault(strategy.lightning_module, {})
         if verdict.failed:  # its parameters may be shards by now
@@ -68,57 +62,48 @@ def verified(
     found: Verdict = share(verdict)
     if found.waits(again):
         return found
-    _told(found, is_first, verifies or not found.plans)
+    _tell(found, is_first, verifies or not found.plans)
     if comparison is None or not verifies or together:
         return found
     return replace(found, has_changed=comparison.has_changed)
 
 
-def _told(found: Verdict, is_first: bool, verifies: bool = True) -> Verdict:
+def _tell(found: Verdict, is_first: bool, verifies: bool = True) -> None:
     """Say what was found, and refuse what differs."""
-    for line in found.told if is_first and verifies else ():
+    if not verifies:
+        return
+    for line in found.told if is_first else ():
         rank_zero_info(line)
-    if found.unlike and not found.refusal and is_first and verifies:
-        rank_zero_warn(found.unlike)
-    if found.refusal and verifies:
+    if found.refusal:
         refusal = PartsDiffer(found.refusal)
         refusal.plans, refusal.in_chunks = found.plans or None, found.in_chunks
         refusal.outside, refusal.unused = found.outside, found.unused
         raise refusal
-    return found
+    if found.unlike and is_first:
+        rank_zero_warn(found.unlike)
 
 
 def find_evaluated(
-    strategy: Any,
-    views: Views,
-    step: str,
-    loader: int = 0,
-    allowed: bool = False,
-    share: Callable[[Any], Any] = lambda found: found,
-    is_first: bool = True,
-    together: bool = False,
+    strategy: Any, views: Views, step: str, loader: int = 0, allowed: bool = False,
+    share: Callable[[Any], Any] = lambda found: found, is_first: bool = True, together: bool = False,
     args: Sequence[Any] = (),
-) -> None:
+) -> None:  # fmt: skip
     """Find how what a step of evaluation logs follows from parts of a loader's batches; see `verified`.
 
     Args:
         allowed: whether the step may get whole batches where it doesn't.
         args: arguments of the step with the first batch, where samples can't be chosen.
-
-    Raises:
-        PartsDiffer: parts don't make what the whole batch does.
     """
     module, values, verdict = strategy.lightning_module, strategy.contract.reader.values, None
     if not any(views) or (step, loader) in values.programs:
         return
     if is_first:
-        trainer, several = module.trainer, num_evaluated(module.trainer._active_loop) > 1
+        several = num_evaluated(module.trainer._active_loop) > 1
         takes_index = is_param_in_hook_signature(getattr(module, step), "batch_idx", min_args=2)
         batch, *rest = args or (None, *(0,) * takes_index, *(loader,) * several)
-        structure = strategy.structures.of_batch(trainer, loader)
-        verdict = StepComparison(strategy, structure, step, loader, together).verdict(batch, views, rest)
+        verdict = StepComparison(strategy, step, loader, together).verdict(batch, views, rest)
     found: Verdict = share(verdict)
     if found.unlike and allowed:
         found.refusal, found.unlike = found.refusal or found.unlike, ""
-    _told(found, is_first)
+    _tell(found, is_first)
     values.learn(step, loader, found)
