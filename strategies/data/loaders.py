@@ -123,8 +123,9 @@ class RankLoaders:
         joins = role == "train" or self.in_step  # a rank joins a step for which it has no samples
         if self.batch_size_is == "global":
             ranks = self._divide(role), self.rank, self.num_ranks, joins, self.agree
-            is_whole = None if role == "train" else partial(self.is_whole, role)
-            return Divided(loader, self.strategy, *ranks, is_whole, structure=self.structure_of(loader))
+            return Divided(
+                loader, self.strategy, *ranks, partial(self.is_whole, role), structure=self.structure_of(loader)
+            )
         if self.joined > 1:
             raise ConfigError(
                 "global_view joins a loader's batches by indices, which this one lacks. Set batch_size_is=global."

@@ -4,6 +4,7 @@ It is done as early as possible, since later less can be changed:
 
 compared                                  where whole batches come from
 training, before the module is wrapped    another gradient sync, with which the run begins anew
+training, at the start of a stream        the first rank, which computes all of them
 training, in the first step of an epoch   nowhere: the module is refused
 evaluation, after its first hooks         each rank, which evaluates all of them; of a stream the first rank
 """
@@ -103,8 +104,7 @@ class WholeBatches:
                 set_random_state(before)
             if self.make_sync is not None:  # else a module may weigh its loss itself
                 verify_side_by_side(loop._combined_loader, self._strategy.strategy_name)
-            rest = (0,) * is_param_in_hook_signature(self._strategy.module.training_step, "batch_idx", min_args=2)
-            self._compare((None, *rest), again=self._again(loop._combined_loader))
+            self._compare((None, *self._rest), again=self._again(loop._combined_loader))
         except PartsDiffer as exc:
             if self.make_sync is None:
                 raise
@@ -140,13 +140,18 @@ class WholeBatches:
             return True, False
         return (True, False) if any(isinstance(one, Stream) for one in combined.flattened) else (True,)
 
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        """Arguments of a training step after the batch."""
+        return (0,) * is_param_in_hook_signature(self._strategy.module.training_step, "batch_idx", min_args=2)
+
     def begin_step(self, args: Sequence[Any]) -> None:
         """Compare training in an epoch's first step, if it was not compared, or computes otherwise by then."""
         before, self._epoch = self._epoch, self._strategy.module.current_epoch
         if self._epoch == before:
             return
         is_due = self._strategy.world_size > 1 and (before is not None or self._compares_together)
-        if is_due and self._verifies and not self._is_open:
+        if is_due and self._verifies and not self._is_open and "training_step" not in self.of_ranks.names:
             self._is_open = self._has_changed_anywhere(args[1:])
         while self._is_open:
             try:
@@ -225,6 +230,19 @@ class WholeBatches:
 
     def is_whole(self, role: LoaderRole) -> bool | None:
         """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
+        if role == "train":
+            while self._is_open and not self._compares_together:
+                try:
+                    self._compare((None, *self._rest), again=(True, False))
+                    break
+                except PartsDiffer as exc:
+                    (self.of_chunks if exc.in_chunks else self.of_ranks).take("training_step", exc)
+                    self._is_open = exc.in_chunks
+                    if exc.unused:
+                        self._strategy.sync.expect_unused()
+                    if exc.plans and weighs_in_loop(self._strategy.trainer):
+                        self._strategy.contract.reader.take(exc.plans[0], self._strategy.module)
+            return "training_step" in self.of_ranks.names or None
         trainer, predicts = self._strategy.trainer, role == "predict"
         step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"
         loop: Any = trainer.predict_loop if predicts else trainer._evaluation_loop

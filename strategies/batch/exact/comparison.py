@@ -218,11 +218,12 @@ class StepComparison(Trial):
         if differs:
             *sizes, last = (str(part.num) for part in tried.parts)
             can_be_true = self.name in ("ddp", "fsdp")
-            view = "set global_view=True, which is exact but slower" if can_be_true else "leave out global_view=False"
+            view = "set strategy.global_view=true, which is exact but slower"
+            view = view if can_be_true else "leave out strategy.global_view=false"
             raise PartsDiffer(
                 f"{self.name}: computed in {'ranks' if self.of_ranks else 'chunks'} of {', '.join(sizes)} and {last} "
                 f"samples, {differs}. Compute what compares samples in evener.over_batch(fn)(...), pad to a fixed "
-                f"length, {view}, or set verify=False to train nevertheless."
+                f"length, {view}, or set strategy.verify=false to train nevertheless."
             )
         self._verify_results(tried)
         self._verify_written(tried, verdict)
@@ -405,7 +406,7 @@ class StepComparison(Trial):
                 refused.append(name)
         if refused:
             by = "in each micro-batch" if in_turn else "by the samples of its part of a batch"
-            instead = "num_microbatches=1" if in_turn else "verify=False to keep a part's"
+            instead = "num_microbatches=1" if in_turn else "strategy.verify=false to keep a part's"
             raise PartsDiffer(
                 f"{self.name}: {self.step} changes {refused[0]} {by}, unlike one device. Gather what it is computed "
                 f"of (self.all_gather), use a metric of torchmetrics, or set {instead}."

@@ -94,7 +94,10 @@ def test_what_parts_train_otherwise_is_refused_in_forty_words(module: type[Net],
     found = str(refused.value)
     assert found.startswith(told)
     if told == COMPARED:
-        assert all(word in found for word in ("over_batch(fn)", "pad to a fixed", "global_view=False", "verify=False"))
+        assert all(
+            word in found
+            for word in ("over_batch(fn)", "pad to a fixed", "strategy.global_view=false", "strategy.verify=false")
+        )
         assert len(found.split()) <= 40
 
 
@@ -350,7 +353,7 @@ def test_what_ranks_train_otherwise_is_refused_where_it_is_too_late_for_whole_ba
     # fsdp trained in parts, as a trial had failed before the hooks; on the best half of each rank's samples, in silence
     for told, num in run_ranks(_refused, 2, module, strategy):
         assert "computed in ranks of 4, 3 and 1 samples" in told
-        assert "set global_view=True, which is exact but slower" in told
+        assert "set strategy.global_view=true, which is exact but slower" in told
         assert num == steps
 
 

@@ -51,7 +51,7 @@ def _built(strategy: str, is_validated: bool, is_stream: bool) -> Tensor:
     trainer.fit(module, loader)
     if strategy == "shards":
         with pytest.raises(
-            ConfigError, match=r"the loss differs from one device's by .*global_view=True\), which is exact"
+            ConfigError, match=r"the loss differs from one device's by .*strategy\.global_view=true, which is exact"
         ):
             trainer_of(strategy, precision="64-true").fit(Built(compares_samples=True), loader)
     return weights(module)
