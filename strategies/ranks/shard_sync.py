@@ -118,8 +118,8 @@ class ShardSync(GradientSync):
         if left := [name for name in parts if options.shard == "auto" and name in outside]:
             parts = [name for name in parts if name not in left]
             rank_zero_info(
-                f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. The step uses "
-                "parameters of these outside of their forward, or goes backward itself."
+                f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. Samples "
+                "choose these, or the step uses their parameters outside of their forward, or goes backward itself."
             )
         waiting = [name for name, tensor in _tensors(module) if tensor.is_meta]
         for name in waiting:

@@ -50,7 +50,7 @@ class WholeBatches:
         self._is_open = False
         """Whether training is yet to be compared."""
         self.outside = set[str]()
-        """Submodules whose parameters a step uses outside of their forward."""
+        """Submodules whose parameters a step uses outside of their forward, and those that samples choose."""
         self._before: RandomState | None = None
         """The random state before training was first compared; None until then."""
         self._epoch: int | None = None

@@ -65,8 +65,7 @@ def _as_the_law_says(case: Case, spread: Spread) -> Case:
         net = replace(net, hooks="none")
     if not spread.is_of_ranks:
         return replace(case, net=net)
-    # a static graph is a promise, which torch refuses when a batch breaks it; shards are gathered in one order
-    if dict(spread.options).get("static_graph") or spread.kind == "fsdp":
+    if dict(spread.options).get("static_graph"):  # a promise, which torch refuses when a batch breaks it
         net = _without(net, "experts")
     # what ranks collect in lists of their own is not summed when the epoch ends; a batch that is skipped is an error
     net = _without(net, "skips_a_batch", *(name for name in net.peculiar if "collects" in name))

@@ -1,6 +1,7 @@
 """Compare a step of a module in parts of a few samples with the same step on all of them; see `verifier.py`."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -197,6 +198,9 @@ class StepComparison(Trial):
         """
         tried, differs = self._tried(piece, total), ""
         if self.sees_calls:
+            with suppress(Exception):  # a single sample shows what samples choose
+                alone = [self.run(piece, i, i + 1)[0] for i in (0, total - 1)]
+                verdict.outside |= _chosen(self.module, [*tried.steps, *alone])
             verdict.outside.update(*(ran.outside for ran in tried.steps))
         verdict.rows |= tried.parts[0].rows
         verdict.unused |= any(one.unused for one in tried.steps)
@@ -472,3 +476,18 @@ def _reading(given: Sequence[tuple[Any, int]]) -> str:
 def _said(error: Exception) -> str:
     """What an error says, in short."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _chosen(module: nn.Module, steps: Sequence[Ran]) -> set[str]:
+    """The submodules that steps call unequally often or in other orders, others of their kind, and those in them."""
+    counts = [Counter(step.calls) for step in steps]
+    found = {name for name in set[str]().union(*counts) if len({count[name] for count in counts}) > 1}
+    orders = [[name for name in step.calls if name not in found] for step in steps]
+    found.update(*(same for same in zip(*orders, strict=True) if len({*same}) > 1))
+
+    def kind(name: str) -> tuple[str, type[nn.Module]]:  # what the experts of a layer have in common
+        return name.rpartition(".")[0], type(module.get_submodule(name))
+
+    kinds = set(map(kind, found))
+    paths = {name: itertools.accumulate(name.split("."), "{}.{}".format) for name, _ in module.named_modules()}
+    return {name for name, path in paths.items() if not kinds.isdisjoint(map(kind, path))}

@@ -52,7 +52,8 @@ class Cannot(Exception):  # told, and no error
 class Ran(Seen):
     """What a step has done on some samples; its first part knows what metrics were `given`, and which of it is `rows`.
 
-    In manual optimization each call of `manual_backward` has a loss. `open` are the submodules in whose forward it is.
+    In manual optimization each call of `manual_backward` has a loss. `calls` are the submodules that it
+    has called, in order, `open` those in whose forward it is.
     """
 
     losses: list[Tensor] = field(default_factory=list[Tensor])
@@ -63,6 +64,7 @@ class Ran(Seen):
     rows: set[Any] = field(default_factory=set[Any])
     output: Any = None
     appended: Appended = field(default_factory=Appended)
+    calls: list[str] = field(default_factory=list[str])
     open: list[str] = field(default_factory=list[str])
     outside: set[str] = field(default_factory=set[str])
 
@@ -158,7 +160,8 @@ class _Parts(Meeting):
 
     def enter(self, part: nn.Module, _: Any) -> None:
         """Note that a submodule is called."""
-        self._here.open.append(self._names.get(part, ""))
+        self._here.calls.append(self._names.get(part, ""))
+        self._here.open.append(self._here.calls[-1])
 
     def leave(self, *_: Any) -> None:
         """Note that its call has ended."""

@@ -61,7 +61,7 @@ class Verdict:
     readings: dict[str, str] = field(default_factory=dict[str, str])
     rows: set[Any] = field(default_factory=set[Any])
     unused: bool = False  # some trained parameters take no part in a loss
-    outside: set[str] = field(default_factory=set[str])  # those whose parameters are used outside of their forward
+    outside: set[str] = field(default_factory=set[str])  # those used outside of their forward, or chosen
     has_changed: Callable[[], bool] | None = None  # whether the step computes otherwise by now
 
     def waits(self, again: Collection[bool]) -> bool:

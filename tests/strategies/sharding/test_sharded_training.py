@@ -120,6 +120,21 @@ class SlopePenalized(Net):
         return (self.net(x) - batch[1]).square().mean() + slope.square().mean()
 
 
+class Complex(Net):
+    """With complex parameters, of which Adam updates the real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        real, imaginary = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3, 1) / 10
+        self.net = nn.Sequential(self.net[0], nn.Tanh(), nn.Linear(4, 3).double())
+        self.last = nn.Parameter(torch.complex(real, imaginary))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return ((self.net(batch[0]).to(torch.complex128) @ self.last).abs() - batch[1]).square().mean()
+
+    validation_step: Any = None
+
+
 class Holds(Net):
     """Reads a parameter that it has held since before it was cut; a callback reads it between steps, and writes."""
 
@@ -167,16 +182,17 @@ class Recurrent(Net):
 class Experts(Net):
     """Each sample is computed by the expert that it chooses, after some steps in which all are."""
 
-    def __init__(self, since: int) -> None:
+    def __init__(self, since: int = 0, seldom: tuple[int, ...] = ()) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
-        self.since = since
+        experts = [nn.Linear(4, 4) for _ in range(2)] if not seldom else [nn.Sequential(nn.Linear(4, 4)) for _ in "abc"]
+        self.experts = nn.ModuleList(experts).double()
+        self.since, self.seldom = since, torch.tensor(seldom)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, index = batch
         hidden = self.net[1](self.net[0](x))
         for i, expert in enumerate(self.experts):
-            chosen = index % 2 == i
+            chosen = torch.where(torch.isin(index, self.seldom), 2, index % 2) == i
             if self.global_step < self.since:
                 hidden = expert(hidden)
             elif chosen.any():
@@ -213,6 +229,8 @@ WAYS = {
     "moving average": Way(Net, KEPT, lambda: averaged(val_check_interval=1)),
     "stochastic average": Way(Net, {}, lambda: {"callbacks": [StochasticWeightAveraging(0.1, 0.5)], "max_epochs": 4}),
     "unequal shares": Way(Net, {"weights": [3, 1]}),
+    # Adam's view of their real and imaginary parts was read as complex numbers: an error of torch's
+    "complex parameters": Way(Complex, num=9, size=4),
     # ranks with samples asked each shard `is_inference`, which gathered it: gloo ended rank 0 by SIGABRT
     "a first batch without samples for a rank": Way(Net, {}, lambda: {"limit_val_batches": 0}, 3, 1),
     "a parameter kept from before": Way(Holds, WHOLE, num=6, size=3),
@@ -222,6 +240,10 @@ WAYS = {
     "an evaluation before": Way(Summed, num=11, size=4, is_evaluated_first=True),
     # failed on a GPU: torch's FSDP gathered weights into memory that cuDNN no longer looked at
     "a recurrent layer": Way(Recurrent, {"shard": ["net.1"]}, num=16, size=4),
+    # hung: one rank gathered the expert's layer, and none of the few samples had chosen it
+    "an expert that few samples choose": Way(partial(Experts, seldom=(7,)), UNUSED, num=12, size=2),
+    # gathered for the whole step, since ranks gather the parts of a module in one order
+    "experts that samples choose": Way(Experts, UNUSED | KEPT, num=8, size=2),
     "a gradient in a step": Way(SlopePenalized),
 }
 
