@@ -244,7 +244,7 @@ def chunk_losses(outputs: Sequence[Any], sizes: Sequence[int], strategy: str) ->
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
             raise ConfigError(
                 f"{strategy}: training_step returned a loss of {found} for a chunk of {sizes[i]} samples. Return a "
-                "scalar, the mean over the chunk's samples, or of evener.over_batch(fn)(...)."
+                "scalar: the mean over the chunk's samples, or the value of evener.over_batch(fn)(...)."
             )
     given = list(map(weight_in, outputs))
     weights = [float(size) if weight is None else weight for weight, size in zip(given, sizes, strict=True)]

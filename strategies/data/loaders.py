@@ -76,7 +76,7 @@ class RankLoaders:
             return self._lockstep(dealt) if role == "train" else dealt
         deal = Deal(role != "predict", self.smallest if role == "train" else 1, self.joined)
         cut = self._divide(role) if self.batch_size_is == "global" else deal
-        is_whole = partial(self.is_whole, role) if role == "evaluate" else None
+        is_whole = None if role == "predict" else partial(self.is_whole, role)
         return self._cut(loader, cut, role == "train" or self.in_step, is_whole)
 
     def change_policy(self, policy: Policy, at: int) -> None:

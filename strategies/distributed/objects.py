@@ -252,9 +252,9 @@ class Agreement:
         """Refuse ranks that have trained apart, by what each of them has `trained`; every rank must call it."""
         if found := _first_differing(ranks, tolerance):
             raise ConfigError(
-                f"{self._strategy}: the ranks have different values of {found}: each has changed it, or its gradient, "
-                "by what this rank alone has computed. Compute gradients by self.manual_backward(loss), which averages "
-                "them over the ranks; compute what a hook or callback changes of what all ranks have: "
-                "self.trainer.strategy.reduce(x), self.all_gather(x), or trainer.callback_metrics that self.log(..., "
-                "sync_dist=True) has logged; or set strategy=single_device."
+                f"{self._strategy}: the ranks have different values of {found}: each has changed it from values "
+                "that it alone has. In manual optimization call self.manual_backward(loss), which averages gradients "
+                "over the ranks. In a hook or callback compute the change from what all ranks share: "
+                "self.all_gather(x), self.trainer.strategy.reduce(x), or trainer.callback_metrics that were logged "
+                "with sync_dist=True. Or set strategy=single_device."
             )

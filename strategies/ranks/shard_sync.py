@@ -119,7 +119,8 @@ class ShardSync(GradientSync):
             parts = [name for name in parts if name not in left]
             rank_zero_info(
                 f"fsdp: gathered for the whole step: {', '.join(left[:3])}{', ...' if left[3:] else ''}. Samples "
-                "choose these, or the step uses their parameters outside of their forward, or goes backward itself."
+                "choose these, or the step uses their parameters outside of their forward, or in a backward "
+                "pass of its own."
             )
         waiting = [name for name, tensor in _tensors(module) if tensor.is_meta]
         for name in waiting:

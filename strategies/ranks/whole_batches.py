@@ -2,11 +2,11 @@
 
 It is done as early as possible, since later less can be changed:
 
-compared                                  where whole batches come from
-training, before the module is wrapped    another gradient sync, with which the run begins anew
-training, at the start of a stream        the first rank, which computes all of them
-training, in the first step of an epoch   nowhere: the module is refused
-evaluation, after its first hooks         each rank, which evaluates all of them; of a stream the first rank
+compared                                   where whole batches come from
+training, before the module is wrapped     another gradient sync, with which the run begins anew
+training, where an epoch or stream begins  the first rank, which computes all of them
+training, in the first step of an epoch    nowhere: the module is refused
+evaluation, after its first hooks          each rank, which evaluates all of them; of a stream the first rank
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +24,7 @@ from ..batch.meeting import Alone, SimulatedRanks
 from ..batch.results import weighs_in_loop
 from ..batch.run_structures import chosen_loaders, num_evaluated
 from ..core.errors import ConfigError, PartsDiffer
-from ..core.module_checks import is_plain
+from ..core.module_checks import hooked, is_plain
 from ..core.patching import Replacement
 from ..core.rng import RandomState, random_state, set_random_state
 from ..data.loaders import LoaderRole, goes_whole, verify_side_by_side
@@ -97,6 +97,7 @@ class WholeBatches:
         if not self._is_open or self._before is not None:
             return
         self._before = before = random_state()
+        self._is_open = False  # a stream that begins below is compared there
         loop = cast("Any", self._strategy.trainer.fit_loop)
         try:
             loop.setup_data()  # a stream without a length is read, so that its first batch is known
@@ -104,7 +105,7 @@ class WholeBatches:
                 set_random_state(before)
             if self.make_sync is not None:  # else a module may weigh its loss itself
                 verify_side_by_side(loop._combined_loader, self._strategy.strategy_name)
-            self._compare((None, *self._rest), again=self._again(loop._combined_loader))
+            self._compare((None, *self._rest), self._again(loop._combined_loader), is_placed=False)
         except PartsDiffer as exc:
             if self.make_sync is None:
                 raise
@@ -162,6 +163,32 @@ class WholeBatches:
                 self.of_chunks.take("training_step", exc)
                 self._is_open = True  # as parts of ranks
 
+    def _begin_pass(self) -> None:
+        """Compare training where a stream begins, or an epoch whose step computes otherwise than before."""
+        strategy, is_later = self._strategy, self._epoch not in (None, self._strategy.module.current_epoch)
+        loop: Any = strategy.trainer.fit_loop
+        sources = (getattr(one, "rank_batches", one) for one in loop._combined_loader.flattened)
+        if strategy.world_size == 1 or not all(getattr(one, "is_whole", None) for one in sources):
+            return  # what is yet to be compared is in the epoch's first step
+        if is_later:
+            self._epoch = strategy.module.current_epoch
+            if self._verifies and not self._is_open and "training_step" not in self.of_ranks.names:
+                self._is_open = self._has_changed_anywhere(self._rest)
+        # what fails on a few samples before such hooks may not do so after them
+        waits = any(hooked(name, strategy.trainer, by_user=True) for name in ("on_train_start", "on_train_epoch_start"))
+        again = () if is_later else (True, False) if waits else (False,)
+        while self._is_open and not (waits and self._compares_together and not is_later):
+            try:
+                self._compare((None, *self._rest), again)
+                return
+            except PartsDiffer as exc:
+                (self.of_chunks if exc.in_chunks else self.of_ranks).take("training_step", exc)
+                self._is_open = exc.in_chunks
+                if exc.unused:
+                    strategy.sync.expect_unused()
+                if exc.plans and weighs_in_loop(strategy.trainer):
+                    strategy.contract.reader.take(exc.plans[0], strategy.module)
+
     def _has_changed_anywhere(self, rest: Sequence[Any]) -> bool:
         """Whether the step of training computes otherwise than when it was compared; all ranks call it."""
         strategy = self._strategy
@@ -171,10 +198,10 @@ class WholeBatches:
         has_changed = self._has_changed is not None and self._has_changed()
         return has_changed if self._compares_together else broadcast_object(has_changed)
 
-    def _compare(self, args: Sequence[Any], again: Collection[bool] = ()) -> None:
+    def _compare(self, args: Sequence[Any], again: Collection[bool] = (), is_placed: bool = True) -> None:
         """Find by what losses divide, on rank 0 for all, or all together where the module is cut; see `verified`."""
         strategy, module, reader = self._strategy, self._strategy.module, self._strategy.contract.reader
-        together = self._compares_together and not again
+        together = self._compares_together and is_placed
         if together:
             args = broadcast_object(move_data_to_device(args[0], "cpu")), *args[1:]
         find = partial(
@@ -194,7 +221,7 @@ class WholeBatches:
         elif self._verifies and not all(plan.is_of_samples for plan in found.plans):
             raise PartsDiffer(
                 f"{strategy.strategy_name}: in manual optimization ranks weight a loss by samples, and one is no mean "
-                "over samples. Compute it in evener.over_batch(fn)(...), or set global_view=true."
+                "over samples. Compute it in evener.over_batch(fn)(...), or set strategy.global_view=true."
             )
         if found.unused:
             strategy.sync.expect_unused()
@@ -231,17 +258,7 @@ class WholeBatches:
     def is_whole(self, role: LoaderRole) -> bool | None:
         """See `RankBatches`. Of a stream all ranks have the first batch, on which its step is looked at."""
         if role == "train":
-            while self._is_open and not self._compares_together:
-                try:
-                    self._compare((None, *self._rest), again=(True, False))
-                    break
-                except PartsDiffer as exc:
-                    (self.of_chunks if exc.in_chunks else self.of_ranks).take("training_step", exc)
-                    self._is_open = exc.in_chunks
-                    if exc.unused:
-                        self._strategy.sync.expect_unused()
-                    if exc.plans and weighs_in_loop(self._strategy.trainer):
-                        self._strategy.contract.reader.take(exc.plans[0], self._strategy.module)
+            self._begin_pass()
             return "training_step" in self.of_ranks.names or None
         trainer, predicts = self._strategy.trainer, role == "predict"
         step = "predict_step" if predicts else "test_step" if trainer.testing else "validation_step"

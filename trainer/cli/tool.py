@@ -13,7 +13,7 @@ USAGE = """\
 Train any LightningModule on any set of devices; the strategy is one word.
 
   evener train [OPTIONS]    train, validate, test, predict, compare or plan: the options of `python train.py`
-  evener new FOLDER         make a project of your own, which is called as its folder; it must not exist
+  evener new FOLDER         make a project of your own, named after its folder, which must be new or empty
   evener proof [OPTIONS]    try on this machine what Evener claims, beside what else is installed, and write proof.html
   evener --version
 """

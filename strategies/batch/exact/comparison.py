@@ -221,13 +221,13 @@ class StepComparison(Trial):
         self._compare_logged(tried, verdict)
         if differs:
             *sizes, last = (str(part.num) for part in tried.parts)
-            can_be_true = self.name in ("ddp", "fsdp")
-            view = "set strategy.global_view=true, which is exact but slower"
-            view = view if can_be_true else "leave out strategy.global_view=false"
+            view = " set strategy.global_view=true, which is exact but slower," * (self.name in ("ddp", "fsdp"))
+            is_false = getattr(self.strategy, "global_view", None) is False
+            view = view or " leave out strategy.global_view=false," * is_false
             raise PartsDiffer(
                 f"{self.name}: computed in {'ranks' if self.of_ranks else 'chunks'} of {', '.join(sizes)} and {last} "
                 f"samples, {differs}. Compute what compares samples in evener.over_batch(fn)(...), pad to a fixed "
-                f"length, {view}, or set strategy.verify=false to train nevertheless."
+                f"length,{view} or set strategy.verify=false to train nevertheless."
             )
         self._verify_results(tried)
         self._verify_written(tried, verdict)
@@ -235,7 +235,9 @@ class StepComparison(Trial):
             self._verify_appended(tried)
         elif tried.whole.appended and not (self.of_ranks or self._accumulates):
             names = ", ".join(dict.fromkeys(str(path[1]) for path in tried.whole.appended))
-            verdict.told.append(f"{self.name}: {names} will have what training_step appends for each part of a batch.")
+            verdict.told.append(
+                f"{self.name}: training_step appends to {names}: an element per part of a batch, not per batch."
+            )
         return None
 
     def _plan(self, call: int, tried: Tried) -> tuple[Plan, str]:
@@ -410,7 +412,7 @@ class StepComparison(Trial):
                 refused.append(name)
         if refused:
             by = "in each micro-batch" if in_turn else "by the samples of its part of a batch"
-            instead = "num_microbatches=1" if in_turn else "strategy.verify=false to keep a part's"
+            instead = "strategy.num_microbatches=1" if in_turn else "strategy.verify=false to keep a part's"
             raise PartsDiffer(
                 f"{self.name}: {self.step} changes {refused[0]} {by}, unlike one device. Gather what it is computed "
                 f"of (self.all_gather), use a metric of torchmetrics, or set {instead}."

@@ -310,7 +310,7 @@ def test_lists_of_training_steps_have_an_element_per_part(strategy: Any, caplog:
     with caplog.at_level("INFO", logger="pytorch_lightning.utilities.rank_zero"):
         make_trainer(case, strategy(), devices=2).fit(module, case.loader(), case.loader())
     assert module.nums == [2, 2, 2, 2, 1]
-    assert "nums will have what training_step appends for each part of a batch." in caplog.text
+    assert "training_step appends to nums: an element per part of a batch, not per batch." in caplog.text
 
 
 def _keyed(strategy: Any, devices: int) -> Any:
