@@ -182,8 +182,10 @@ class WholeBatches:
                 self._compare((None, *self._rest), again)
                 return
             except PartsDiffer as exc:
-                (self.of_chunks if exc.in_chunks else self.of_ranks).take("training_step", exc)
-                self._is_open = exc.in_chunks
+                is_whole = "training_step" in self.of_ranks.names
+                (self.of_chunks if exc.in_chunks or is_whole else self.of_ranks).take("training_step", exc)
+                # whole batches of ranks may be right, but not in chunks on the devices of the first
+                self._is_open = bool(strategy.layout.cut_by) or "training_step" not in self.of_ranks.names
                 if exc.unused:
                     strategy.sync.expect_unused()
                 if exc.plans and weighs_in_loop(strategy.trainer):
@@ -204,8 +206,9 @@ class WholeBatches:
         together = self._compares_together and is_placed
         if together:
             args = broadcast_object(move_data_to_device(args[0], "cpu")), *args[1:]
+        of_ranks = strategy.world_size > 1 and "training_step" not in self.of_ranks.names
         find = partial(
-            verified, strategy, Views(strategy.world_size > 1, bool(strategy.layout.cut_by)), self._verifies, args,
+            verified, strategy, Views(of_ranks, bool(strategy.layout.cut_by)), self._verifies, args,
             broadcast_object, strategy.global_rank == 0, again=again, together=together,
         )  # fmt: skip
         self._is_open = False

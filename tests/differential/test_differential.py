@@ -201,6 +201,9 @@ FOUND: dict[str, tuple[Spread, Case]] = {
     ),
     "two rows of two samples": (DDP, of("flat", kind="iterable", batch_size=2)),
     "chunks of a stream": (REPLICAS, of("flat", eval_kind="iterable")),
+    "whole batches of a rank were cut by its devices": (
+        REPLICAS, Case(batches=Batches(extras=("vector4",)), loading=Loading(kind="no_batching", batch_size=3))
+    ),
     "a vector in a stream": (DDP, of("vector4", eval_kind="iterable", eval_num=8)),
     "it was not known of a stream what the `batch_size` is that an evaluation logs": (
         DDP, of(net="tracker", eval_kind="iterable", logs=CONSTANT)
