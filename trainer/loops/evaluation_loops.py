@@ -96,15 +96,19 @@ class PlannedLoop(_Loop):
     """What validation, test and prediction share: a plan of their steps."""
 
     trainer: Any
+    inference_mode: bool
     _may_stop = False
     _plan: EvaluationStep | None = None
 
     def run(self) -> Any:
-        """Let ranks end together what evaluates whole batches, also where a signal or a failure ends it."""
+        """Run in inference mode under gloo, too, which takes its tensors; not where a step is an exchange (FSDP)."""
+        ranks = ranks_of(self.trainer.strategy)
+        infers = self.inference_mode and ranks is not None and not ranks.sync.evaluates_together
         try:
-            return cast("Any", super()).run()
-        finally:
-            if (ranks := ranks_of(self.trainer.strategy)) is not None:
+            with torch.inference_mode() if infers else nullcontext():
+                return cast("Any", super()).run()
+        finally:  # also where a signal or a failure ends it, which leads to a checkpoint of all ranks
+            if ranks is not None:
                 ranks.whole_batches.end_evaluation()
 
     def reset(self) -> None:
